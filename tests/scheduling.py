@@ -12,7 +12,11 @@ from typing import Final
 from xdist.scheduler import LoadFileScheduling
 
 SHARING: Final = ("tests/client/", "tests/cluster/", "tests/dashboard/", "tests/worker/")
-WITH_BOXES_OF_THEIR_OWN: Final = ("tests/client/test_up.py", "tests/client/test_models_page.py")
+WITH_BOXES_OF_THEIR_OWN: Final = (
+    "tests/client/test_up.py",
+    "tests/client/test_models_page.py",
+    "tests/client/test_training_under_quota.py",
+)
 COMPUTING: Final = ("tests/engine/", "tests/golden/", "tests/graphs/")
 
 

@@ -213,9 +213,11 @@ class Job:
             return False
         with suppress(OSError):
             os.link(self._results / f"{self.id}.{view.attempts}.safetensors", path)
-        if not path.exists() or path.stat().st_size != view.result.size_bytes:
+        if not path.exists() or path.stat().st_size != view.result.size_bytes or not is_whole(path):
             return False
-        return is_whole(path)
+        with suppress(OSError):
+            path.chmod(0o400)  # by which the box knows that the result was fetched
+        return True
 
     def open(self, timeout: float | None = None, *, progress: bool | None = None) -> GradResult:
         """Wait for the job and return its result, which stays on the box.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -415,6 +416,7 @@ def test_a_result_on_this_machine_is_opened_where_it_lies(
         result = job.result()
         (stored,) = (real.data / "results").glob(f"{job.id}.*.safetensors")
         assert stored.stat().st_nlink == 2
+        assert not stored.stat().st_mode & stat.S_IWUSR  # so that the box knows it was fetched
         before = stored.read_bytes()
         result.outputs["z"].zero_()
         assert stored.read_bytes() == before

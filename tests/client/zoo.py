@@ -229,3 +229,11 @@ def spectrum() -> nn.Module:
 
 def wide_spectrum() -> nn.Module:
     return Spectrum(torch.complex128)
+
+
+def large() -> nn.Module:
+    """A classifier of 16 numbers, whose weights are more than come along in one body with a job."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(16, 1024), nn.Tanh(), nn.Linear(1024, 256), nn.Linear(256, 4)
+    ).double()

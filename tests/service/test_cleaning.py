@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,9 +14,7 @@ from typing import Any
 import pytest
 import redis
 
-from gradbox.errors import StorageFull
-from gradbox.protocol import JobSpec
-from gradbox_service.admission.shares import check_quota
+from gradbox.protocol import JobSpec, parse_spec
 from gradbox_service.backing import Backing
 from gradbox_service.cleaning.cleaner import Cleaner
 from gradbox_service.cleaning.crowding import crowding
@@ -26,7 +25,7 @@ from gradbox_service.settings import DAY_S, Settings
 from tests.service.boxes import SHARDS, a_record, a_spec, begin, blob_of, finish, ones
 
 NOW_S = 1000 * DAY_S
-ROOMY = Limits(result_age_s=7 * DAY_S, blob_age_s=30 * DAY_S, quota_bytes=None, total_bytes=1e18)
+ROOMY = Limits(result_age_s=7 * DAY_S, blob_age_s=30 * DAY_S, total_bytes=1e18)
 
 
 def stored(name: str, *, days: float, kind: Any = "result", owner: str = "ann") -> Stored:
@@ -51,34 +50,27 @@ def test_what_a_job_needs_stays_however_old_it_is() -> None:
 
 def test_above_the_bound_what_was_used_least_lately_goes_first() -> None:
     files = [stored(name, days=days) for name, days in (("new", 1), ("old", 3), ("mid", 2))]
-    bound = Limits(7 * DAY_S, 30 * DAY_S, quota_bytes=None, total_bytes=20)
+    bound = Limits(7 * DAY_S, 30 * DAY_S, total_bytes=20)
     assert names(files, bound) == ["old"]
     assert names(files, bound, needed=frozenset({"old"})) == ["mid"]
 
 
-def test_the_quota_takes_from_its_owner_alone() -> None:
-    files = [stored(f"ann{days}", days=days) for days in (1, 2, 3)]
-    files += [stored("bob", days=5, owner="bob")]
-    quota = Limits(7 * DAY_S, 30 * DAY_S, quota_bytes=10, total_bytes=1e18)
-    assert names(files, quota) == ["ann3", "ann2"]
-
-
 def test_what_was_just_used_is_spared_by_all_but_age() -> None:
     fresh = stored("fresh", days=0.5 * SPARED_S / DAY_S)
-    full = Limits(7 * DAY_S, 30 * DAY_S, quota_bytes=0, total_bytes=0)
+    full = Limits(7 * DAY_S, 30 * DAY_S, total_bytes=0)
     assert names([fresh], full) == []
-    assert names([fresh], Limits(1.0, 1.0, quota_bytes=None, total_bytes=1e18)) == ["fresh"]
+    assert names([fresh], Limits(1.0, 1.0, total_bytes=1e18)) == ["fresh"]
 
 
 def test_what_expires_by_age_makes_room_first() -> None:
     files = [stored("old", days=8), stored("new", days=1)]
-    bound = Limits(7 * DAY_S, 30 * DAY_S, quota_bytes=None, total_bytes=10)
+    bound = Limits(7 * DAY_S, 30 * DAY_S, total_bytes=10)
     assert names(files, bound) == ["old"]
 
 
 def test_of_too_many_blobs_the_least_recently_used_go() -> None:
     files = [stored(f"b{days}", days=days, kind="blob") for days in range(1, 6)]
-    few = Limits(7 * DAY_S, 30 * DAY_S, quota_bytes=None, total_bytes=1e18, num_blobs=2)
+    few = Limits(7 * DAY_S, 30 * DAY_S, total_bytes=1e18, num_blobs=2)
     assert names(files, few) == ["b5", "b4", "b3"]
     assert names([stored("fresh", days=0.0, kind="blob"), *files[:2]], few) == ["b2"]
 
@@ -101,22 +93,6 @@ def test_where_the_rest_is_not_enough_settled_files_of_whoever_takes_most_go() -
         (0, ["idle", "bob", "ann2.5", "ann1.5"]),
     ):
         assert names(files, replace(ROOMY, total_bytes=bound_bytes)) == gone
-
-
-def test_the_quota_takes_settled_files_of_its_owner() -> None:
-    files = [settled(f"ann{n}", quarters=n) for n in (0.5, 1.5)]
-    files += [settled("bob", quarters=3.5, owner="bob"), stored("unread", days=3.5 * QUARTER)]
-    assert names(files, replace(ROOMY, quota_bytes=20)) == ["ann1.5"]
-    assert names(files, replace(ROOMY, quota_bytes=0)) == ["bob", "ann1.5"]
-
-
-def test_the_quota_makes_room_for_what_it_refused() -> None:
-    files = [settled(f"ann{n}", quarters=n) for n in (0.5, 1.5, 2.5)]
-    files += [settled("bob", quarters=3.5, owner="bob")]
-    quota = replace(ROOMY, quota_bytes=30)
-    assert names(files, quota) == []
-    assert names(files, replace(quota, wanted_bytes={"ann": 5})) == ["ann2.5"]
-    assert names(files, replace(quota, wanted_bytes={"ann": 30})) == ["ann2.5", "ann1.5"]
 
 
 def cleaner_of(box: Backing, data: Path, **settings: Any) -> Cleaner:
@@ -285,29 +261,152 @@ def test_a_full_disk_takes_what_was_read_and_blobs_before_the_hour(
     ended(backing, "unread", quarters=1.5, read=False)
     ended(backing, "new", quarters=0.5)
     blob = put_blob(backing, days=1.5 * QUARTER)
-    for settings in ({"storage_share": 1e-12}, {"owner_quota_bytes": 1}):
-        cleaner = cleaner_of(backing, tmp_path / "data", **settings)
-        assert {file.name for file in cleaner.clean()} <= {"read", blob}
+    cleaner = cleaner_of(backing, tmp_path / "data", storage_share=1e-12)
+    assert {file.name for file in cleaner.clean()} == {"read", blob}
     assert {file.name for file in cleaner.stored()} == {"unread", "new"}
 
 
-def test_blobs_below_the_quota_make_room_for_one_that_was_refused(
+def done(
+    box: Backing,
+    job_id: str,
+    *,
+    blobs: list[str],
+    owner: str = "ann",
+    size: int = 0,
+    ago_s: int = 0,
+) -> None:
+    """Run a job that names blobs, whose result, of so many bytes, its owner fetches.
+
+    Its files were last used `ago_s` seconds ago.
+    """
+    shards = [{"blob": blob, "prefix": "0/"} for blob in blobs]
+    spec = a_spec(inputs=[{"shards": shards}], loss_inputs={})
+    box.records.create(a_record(job_id, owner=owner, created_s=time.time()), spec=spec)
+    finish(box, job_id, attempt=begin(box.records, job_id).attempt, data=b"x" * size)
+    box.results.note_fetched(job_id, attempt=1)
+    for path in (box.results.path(job_id, attempt=1), *map(box.blobs.path, blobs)):
+        age(path, days=ago_s / DAY_S)
+
+
+def left(box: Backing, cleaner: Cleaner) -> set[str]:
+    return {file.name for file in cleaner.stored()}
+
+
+def test_what_only_ended_jobs_needed_makes_room_at_once(backing: Backing, tmp_path: Path) -> None:
+    old, new = put_blob(backing, size=1000), put_blob(backing, size=1001)
+    shared, about_to_be_named = put_blob(backing, size=1002), put_blob(backing, size=1003)
+    done(backing, "first", blobs=[old, shared], size=5000, ago_s=2)
+    done(backing, "second", blobs=[new, shared], ago_s=1)
+    unread = put_result(backing, "unread")
+    assert backing.blobs.size_bytes(shared)  # asked for, so that a job is about to name it
+    cleaner = cleaner_of(backing, tmp_path / "data")
+    assert cleaner.make_room("ann", 6000) == 0.0
+    assert left(backing, cleaner) == {new, shared, about_to_be_named, "second", "unread"}
+    assert cleaner.make_room("ann", 10**6) > 0.0
+    assert left(backing, cleaner) == {shared, about_to_be_named, "unread"}
+    assert unread.exists()
+
+
+def test_what_a_job_needs_makes_no_room(backing: Backing, tmp_path: Path) -> None:
+    blob, named = put_blob(backing, size=1000), put_blob(backing, size=1001)
+    done(backing, "first", blobs=[blob, named], ago_s=1)
+    spec = a_spec(inputs=[{"shards": [{"blob": blob, "prefix": "0/"}]}], loss_inputs={})
+    backing.records.create(a_record("waits"), spec=spec)
+    cleaner = cleaner_of(backing, tmp_path / "data")
+    keep = a_spec(inputs=[{"shards": [{"blob": named, "prefix": "0/"}]}], loss_inputs={})
+    assert cleaner.make_room("ann", 10**6, keep=keep) > 0.0
+    assert left(backing, cleaner) == {blob, named}
+    assert cleaner.make_room("ann", 10**6) > 0.0
+    assert left(backing, cleaner) == {blob}
+
+
+def test_no_room_is_made_while_a_job_of_the_owner_is_being_posted(
     backing: Backing, tmp_path: Path
 ) -> None:
-    old, new = put_blob(backing, days=1.5 * QUARTER), put_blob(backing, size=4)
-    size_bytes = backing.owners.bytes_of("ann")
-    cleaner = cleaner_of(backing, tmp_path / "data", owner_quota_bytes=size_bytes)
-    assert cleaner.clean() == []
-    with pytest.raises(StorageFull):
-        check_quota(
-            "ann",
-            more_bytes=10,
-            quota_bytes=size_bytes,
-            records=backing.records,
-            owners=backing.owners,
+    for owner, size in (("ann", 1000), ("bob", 1001)):
+        done(
+            backing, owner, blobs=[put_blob(backing, owner=owner, size=size)], owner=owner, ago_s=1
         )
-    assert [file.name for file in cleaner.clean()] == [old]
-    assert [file.name for file in cleaner.stored()] == [new]
+    cleaner = cleaner_of(backing, tmp_path / "data")
+    with ThreadPoolExecutor(2) as pool:
+        with cleaner.under_way.posting("ann"), cleaner.under_way.posting("ann"):
+            waits = pool.submit(cleaner.make_room, "ann", 1)
+            assert pool.submit(cleaner.make_room, "bob", 1).result(60.0) == 0.0
+            time.sleep(0.05)
+            assert not waits.done()
+            assert backing.owners.bytes_of("ann") > 0
+        assert waits.result(60.0) == 0.0
+    assert backing.owners.bytes_of("ann") == 0
+
+
+def test_a_forward_job_is_kept_until_a_gradient_job_went_on_from_it(
+    backing: Backing, tmp_path: Path
+) -> None:
+    forward, blob = "f" * 32, put_blob(backing, size=1000)
+    cleaner = cleaner_of(backing, tmp_path / "data")
+    shards = [{"blob": blob, "prefix": "0/"}]
+    plain = {"computation": "forward", "model": "tiny", "inputs": [{"shards": shards}]}
+    backing.records.create(
+        a_record(forward, computation="forward", created_s=time.time()),
+        spec=parse_spec(plain),
+    )
+    finish(backing, forward, attempt=begin(backing.records, forward).attempt, data=b"outputs")
+    backing.results.note_fetched(forward, attempt=1)
+    assert cleaner.make_room("ann", 1) > 0.0
+    backing.records.create(
+        a_record("goes-on", created_s=time.time()), spec=continues(forward, blob=blob)
+    )
+    assert cleaner.make_room("ann", 1) > 0.0
+    finish(backing, "goes-on", attempt=begin(backing.records, "goes-on").attempt, data=b"grads")
+    assert cleaner.make_room("ann", 10**6) > 0.0
+    assert left(backing, cleaner) == {"goes-on"}
+
+
+def test_a_blob_that_is_anothers_too_stays_theirs(backing: Backing, tmp_path: Path) -> None:
+    blob = put_blob(backing, size=1000)
+    size_bytes = backing.blobs.path(blob).stat().st_size
+    backing.owners.claim("bob", blob, size_bytes)
+    done(backing, "first", blobs=[blob], ago_s=1)
+    assert cleaner_of(backing, tmp_path / "data").make_room("ann", 1) == 0.0
+    assert dict(backing.owners.totals()) == {"bob": size_bytes}
+    assert backing.blobs.header(blob) is not None
+
+
+def test_the_quota_takes_what_was_not_used_lately_from_its_owner_alone(
+    backing: Backing, tmp_path: Path
+) -> None:
+    ended(backing, "read", quarters=1.5)
+    ended(backing, "unread", quarters=3.5, read=False)
+    ended(backing, "older", quarters=4.5, read=False)
+    ended(backing, "bob", quarters=9.5, owner="bob")
+    blob = put_blob(backing, days=2.5 * QUARTER)
+    cleaner = cleaner_of(backing, tmp_path / "data")
+    assert cleaner.make_room("ann", 1) == 0.0
+    assert left(backing, cleaner) == {"read", "unread", "older", "bob"}
+    assert blob not in backing.owners.known()
+    soon_s = cleaner.make_room("ann", 18)
+    assert left(backing, cleaner) == {"unread", "bob"}
+    assert soon_s == pytest.approx(0.5 * QUARTER * DAY_S, abs=30)
+
+
+def test_an_owner_whose_results_exceed_the_quota_is_brought_below_it(
+    backing: Backing, tmp_path: Path
+) -> None:
+    for n in range(4):
+        ended(backing, f"read{n}", quarters=1.5 + n)
+    cleaner = cleaner_of(backing, tmp_path / "data", owner_quota_bytes=13)
+    cleaner.clean()
+    assert left(backing, cleaner) == {"read0", "read1"}
+
+
+def test_a_full_disk_takes_first_what_only_ended_jobs_needed(
+    backing: Backing, tmp_path: Path
+) -> None:
+    blob, unused = put_blob(backing, size=1000), put_blob(backing, size=10)
+    done(backing, "first", blobs=[blob], size=1000, ago_s=1)
+    cleaner = cleaner_of(backing, tmp_path / "data", storage_share=1e-12)
+    cleaner.clean()
+    assert left(backing, cleaner) == {unused}
 
 
 def test_a_full_redis_forgets_old_jobs_of_whoever_has_most(

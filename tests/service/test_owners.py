@@ -54,6 +54,23 @@ def test_a_forgotten_blob_belongs_to_nobody(owners: BlobOwners) -> None:
     assert (owners.bytes_of("ann"), owners.bytes_of("bob")) == (0, 10)
 
 
+def test_a_released_blob_counts_against_its_next_owner(owners: BlobOwners) -> None:
+    for owner, digest in [("ann", ONE), ("bob", ONE), ("ann", TWO)]:
+        owners.claim(owner, digest, 10)
+    assert set(owners.blobs_of("ann")) == {ONE, TWO}
+    assert not owners.release("ann", ONE)
+    assert not owners.release("ann", ONE)
+    assert list(owners.owners_of(ONE)) == ["bob"]
+    assert dict(owners.totals()) == {"ann": 10, "bob": 10}
+    assert (set(owners.blobs_of("ann")), set(owners.blobs_of("bob"))) == ({TWO}, {ONE})
+    assert owners.release("bob", ONE)
+    assert owners.release("bob", ONE)
+    assert list(owners.known()) == [TWO]
+    assert dict(owners.totals()) == {"ann": 10}
+    owners.forget(TWO)
+    assert not owners.blobs_of("ann")
+
+
 def test_many_are_asked_about_at_once(owners: BlobOwners) -> None:
     digests = [f"{number:064x}" for number in range(2500)]
     for digest in digests[::500]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,8 +14,9 @@ import pytest
 
 from gradbox_service.http.routes.results import ResultResponse
 from gradbox_service.jobs import JobRecord
+from gradbox_service.store.files import use_of
 from tests.service.boxes import begin, finish, run_job, submit
-from tests.service.conftest import Box
+from tests.service.conftest import Box, client_with
 
 DATA = os.urandom(3 * 2**20 + 17)
 ETAG = f'"{hashlib.sha256(DATA).hexdigest()}"'
@@ -34,6 +37,27 @@ def test_a_result_comes_whole_with_its_digest(memory_box: Box, url: str) -> None
     assert answer.headers["content-length"] == str(len(DATA))
     assert answer.headers["accept-ranges"] == "bytes"
     assert "no-transform" in answer.headers["cache-control"]
+
+
+def test_a_result_is_fetched_once_its_owner_was_sent_all_of_it(memory_box: Box, url: str) -> None:
+    results = memory_box.backing.results
+    (path,) = results.room.folder.glob("*.safetensors")
+    admin = client_with(memory_box.transport, memory_box.backing.tokens.create("root", admin=True))
+    memory_box.client.head(url)
+    memory_box.client.get(url, headers={"Range": "bytes=0-"})
+    assert admin.get(url).content == DATA
+    found = use_of(path)
+    assert found is not None
+    assert not found.read_only
+    assert memory_box.client.get(url).content == DATA
+    assert eventually(lambda: bool((use := use_of(path)) and use.read_only))
+
+
+def eventually(holds: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 60.0
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return holds()
 
 
 def test_head_tells_the_size(memory_box: Box, url: str) -> None:

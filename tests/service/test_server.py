@@ -6,12 +6,13 @@ import hashlib
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,6 +67,15 @@ def resident_bytes(pid: int) -> int:
     raise AssertionError("no VmHWM in /proc")
 
 
+def holds(pid: int, path: Path) -> bool:
+    """Tell whether a process has a file open."""
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            if descriptor.readlink() == path:
+                return True
+    return False
+
+
 def wait_until(condition: Callable[[], bool]) -> None:
     give_up = time.monotonic() + 60.0
     while not condition():
@@ -99,8 +109,13 @@ def test_memory_stays_flat_while_a_large_blob_goes_in_and_out(redis_settings: Se
         result = ResultView(size_bytes=path.stat().st_size, sha256=digest.hexdigest())
         backing.records.update(job_id, lambda record: replace(record, result=result))
         with client.stream("GET", f"/v1/jobs/{job_id}/result") as answer:
+            next(answer.iter_raw())  # the client goes away before the rest
+        wait_until(lambda: not holds(process.pid, path))
+        assert path.stat().st_mode & stat.S_IWUSR, "taken for fetched"
+        with client.stream("GET", f"/v1/jobs/{job_id}/result") as answer:
             received = sum(len(chunk) for chunk in answer.iter_raw())
         assert received > UPLOAD_BYTES
+        wait_until(lambda: not path.stat().st_mode & stat.S_IWUSR)
         assert resident_bytes(process.pid) - before < 60 * MIB
 
 

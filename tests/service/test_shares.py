@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,6 +67,49 @@ def test_results_count_and_a_deleted_one_makes_room(quota_box: Box) -> None:
     assert "your results 9.8 KiB" in refused.json()["detail"]
     quota_box.client.delete(f"/v1/jobs/{job_id}/result")
     assert quota_box.client.post("/v1/jobs", json=spec_for(blob)).status_code == 202
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_quota_holds_under_parallel_uploads(quota_box: Box, announced: bool) -> None:
+    blobs = dict(blob_of({"x": ones(900 + n)}) for n in range(5))  # two of them fit
+    decided: set[str] = set()
+    all_decided = threading.Event()
+
+    def decide(digest: str) -> None:
+        decided.add(digest)
+        if len(decided) == len(blobs):
+            all_decided.set()
+
+    def content(digest: str) -> Iterator[bytes]:
+        yield blobs[digest][:1000]
+        decide(digest)
+        assert all_decided.wait(60.0)
+        yield blobs[digest][1000:]
+
+    def put(digest: str) -> int:
+        headers = {"Content-Length": str(len(blobs[digest]))} if announced else {}
+        url = f"/v1/blobs/{digest}"
+        answer = quota_box.client.put(url, content=content(digest), headers=headers)
+        decide(digest)
+        return answer.status_code
+
+    with ThreadPoolExecutor(len(blobs)) as pool:
+        assert sorted(pool.map(put, blobs)) == [201] * 2 + [507] * 3
+    assert quota_box.backing.owners.bytes_of("ann") <= QUOTA_BYTES
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_request_waits_for_a_job_as_after_a_429(quota_box: Box, ended: bool) -> None:
+    job_id = submit(quota_box.client)
+    upload(quota_box.client, {"x": ones(2000)})
+    if ended:
+        run_job(quota_box.backing, job_id, data=b"not read yet")
+        quota_box.backing.blobs.size_bytes(blob_of(SHARDS)[0])  # another job is to name it
+    digest, data = blob_of({"x": ones(1000)})
+    refused = quota_box.client.put(f"/v1/blobs/{digest}", content=data)
+    assert refused.status_code == 507
+    after_s = int(refused.headers["Retry-After"])
+    assert after_s == pytest.approx(900, abs=30) if ended else after_s == 2
 
 
 class FullMemory(MemoryRecords):

@@ -8,7 +8,7 @@ worker's to judge. Nothing here knows HTTP.
 To read in this order:
 
     posting, sent_blobs            the way of a body to a queued job, and of the blobs in it
-    limits, shares                 what one user may ask for; what would be more than fits
+    limits, quota, shares          what one user may ask for, and have; what would be more than fits
     admit                          the checks of all computations, and each one's own
     model, tensors, references     what a spec names, found on this box
     arguments, parameters, functions    does it fit together

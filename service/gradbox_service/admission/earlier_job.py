@@ -83,7 +83,12 @@ def result_header(record: JobRecord, *, where: str, kind: str, box: Backing) -> 
     try:
         return read_checked_header(box.results.path(record.id, attempt=record.attempt))
     except (OSError, BlobRejected):
-        raise InvalidInputs(
-            f"{where}: the result of job {record.id} is not on this box any more, or damaged; "
-            f"run the {kind} again"
-        ) from None
+        raise result_gone(record, where=where, kind=kind) from None
+
+
+def result_gone(record: JobRecord, *, where: str, kind: str) -> InvalidInputs:
+    """Return the error of a job that reads a result which is not there, or not what was written."""
+    return InvalidInputs(
+        f"{where}: the result of job {record.id} is not on this box any more, or damaged; run the "
+        f"{kind} again"
+    )

@@ -15,7 +15,7 @@ from gradbox.protocol import (
     SharedSpec,
 )
 from gradbox.tensors.safetensors_header import TensorEntry
-from gradbox_service.admission.earlier_job import earlier_job, result_header
+from gradbox_service.admission.earlier_job import earlier_job, result_gone, result_header
 from gradbox_service.admission.tensors import FLOATING, TensorHeaders
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import JobRecord
@@ -52,13 +52,16 @@ class ForwardJob:
             f"run the forward job again (with client.model: call the model again)"
         )
 
-    def check(self, loss: CotangentsLoss, *, blobs: OwnBlobs) -> None:
-        """Check the cotangents against the outputs.
+    def check(self, loss: CotangentsLoss, *, blobs: OwnBlobs, box: Backing) -> None:
+        """Check the cotangents against the outputs, and that these are here still.
 
         Raises:
-            InvalidInputs: one is of no output, is not floating-point or has another shape.
+            InvalidInputs: one is of no output, is not floating-point or has another shape; or the
+                outputs have gone.
             MissingBlobs: the box does not have them.
         """
+        if not box.results.touch(self.record.id, attempt=self.record.attempt):
+            raise result_gone(self.record, where=WHERE, kind=KIND)
         tensors = TensorHeaders.load({ref.blob for ref in loss.tensors.values()}, blobs=blobs)
         for name, reference in loss.tensors.items():
             entry = tensors.entry(reference, where=f"loss.tensors.{name}")

@@ -19,9 +19,11 @@ from gradbox_service.admission.admit import admit
 from gradbox_service.admission.earlier_job import check_against
 from gradbox_service.admission.forward_job import ForwardJob, forward_job
 from gradbox_service.admission.limits import check_limits, check_queue, check_values
+from gradbox_service.admission.quota import Quota
 from gradbox_service.admission.sent_blobs import take_blobs
-from gradbox_service.admission.shares import check_leaves_room, check_quota, check_room
+from gradbox_service.admission.shares import check_leaves_room, check_room
 from gradbox_service.backing import Backing
+from gradbox_service.cleaning.under_way import UnderWay
 from gradbox_service.jobs import JobRecord
 from gradbox_service.ownership import OwnBlobs
 from gradbox_service.settings import Settings
@@ -36,6 +38,8 @@ def post(
     idempotency_key: str | None,
     traceparent: str | None = None,
     box: Backing,
+    quota: Quota,
+    under_way: UnderWay,
     settings: Settings,
 ) -> JobRecord:
     """Check the body and queue its job, or return the job that it made before.
@@ -63,9 +67,26 @@ def post(
     spec, forward = _completed(posted, owner=caller.name, box=box)
     digest = spec_digest(spec)
     try:
-        model = _admitted(
-            spec, posted, forward, sent=blobs or {}, owner=caller.name, box=box, settings=settings
-        )
+        _check_box(spec, owner=caller.name, box=box, quota=quota, settings=settings)
+        sent = blobs or {}
+        take_blobs(sent, owner=caller.name, box=box, quota=quota, settings=settings)
+        with under_way.posting(caller.name):
+            model = _admitted(spec, posted, forward, sent=sent, owner=caller.name, box=box)
+            record = JobRecord(
+                id=uuid.uuid4().hex,
+                owner=caller.name,
+                computation=spec.computation,
+                model=model.name,
+                model_version=model.version,
+                spec_digest=digest,
+                created_s=time.time(),
+                name=spec.name,
+                priority=spec.priority,
+                timeout_s=min(spec.timeout_s, settings.max_timeout_s),
+                max_attempts=settings.max_attempts,
+                traceparent=traceparent,
+            )
+            return box.records.create(record, spec=spec, idempotency_key=idempotency_key)
     except GradboxError:
         if idempotency_key is None:
             raise
@@ -75,21 +96,23 @@ def post(
         if earlier is None:
             raise
         return earlier
-    record = JobRecord(
-        id=uuid.uuid4().hex,
-        owner=caller.name,
-        computation=spec.computation,
-        model=model.name,
-        model_version=model.version,
-        spec_digest=digest,
-        created_s=time.time(),
-        name=spec.name,
-        priority=spec.priority,
-        timeout_s=min(spec.timeout_s, settings.max_timeout_s),
-        max_attempts=settings.max_attempts,
-        traceparent=traceparent,
-    )
-    return box.records.create(record, spec=spec, idempotency_key=idempotency_key)
+
+
+def _check_box(
+    spec: JobSpec, *, owner: str, box: Backing, quota: Quota, settings: Settings
+) -> None:
+    """Check that the box takes another job of the owner."""
+    operation = box.operation.read()
+    if operation.mode is OperationMode.DRAINING:
+        raise BoxDraining(
+            f"this box is {operation}; it takes no new jobs, those that wait stay where "
+            f"they are: submit again once it is back"
+        )
+    memory = box.records.memory()
+    check_room(memory, box.blobs.room)
+    check_leaves_room(owner, memory=memory, records=box.records)
+    quota.check(spec, owner=owner)
+    check_queue(box.records.num_active(owner), settings=settings)
 
 
 def _admitted(
@@ -100,27 +123,8 @@ def _admitted(
     sent: Mapping[str, bytes],
     owner: str,
     box: Backing,
-    settings: Settings,
 ) -> ModelView:
-    """Take the blobs that came, and return the model that the job will run on."""
-    operation = box.operation.read()
-    if operation.mode is OperationMode.DRAINING:
-        raise BoxDraining(
-            f"this box is {operation}; it takes no new jobs, those that wait stay where "
-            f"they are: submit again once it is back"
-        )
-    memory = box.records.memory()
-    check_room(memory, box.blobs.room)
-    check_leaves_room(owner, memory=memory, records=box.records)
-    check_quota(
-        owner,
-        more_bytes=0,
-        quota_bytes=settings.owner_quota_bytes,
-        records=box.records,
-        owners=box.owners,
-    )
-    check_queue(box.records.num_active(owner), settings=settings)
-    take_blobs(sent, owner=owner, box=box, settings=settings)
+    """Return the model that the job will run on."""
     own = OwnBlobs(owner, blobs=box.blobs, owners=box.owners, sent=sent)
     try:
         model = admit(spec, workers=box.fleet.workers(), fleet=box.fleet, blobs=own)
@@ -130,7 +134,7 @@ def _admitted(
         raise forward.outlived() from error
     check_against(spec, model=model, owner=owner, box=box)
     if forward is not None and isinstance(posted, CotangentGradientSpec):
-        forward.check(posted.loss, blobs=own)
+        forward.check(posted.loss, blobs=own, box=box)
     return model
 
 

@@ -6,12 +6,14 @@ import hashlib
 from collections.abc import Mapping
 
 from gradbox.errors import BlobRejected, BlobTooLarge
-from gradbox_service.admission.shares import check_quota
+from gradbox_service.admission.quota import Quota
 from gradbox_service.backing import Backing
 from gradbox_service.settings import Settings
 
 
-def take_blobs(blobs: Mapping[str, bytes], *, owner: str, box: Backing, settings: Settings) -> None:
+def take_blobs(
+    blobs: Mapping[str, bytes], *, owner: str, box: Backing, quota: Quota, settings: Settings
+) -> None:
     """Store what the owner has not sent before; from then on it is theirs.
 
     Args:
@@ -29,16 +31,12 @@ def take_blobs(blobs: Mapping[str, bytes], *, owner: str, box: Backing, settings
     new = {digest: content for digest, content in blobs.items() if digest not in owned}
     if not new:
         return
-    check_quota(
-        owner,
-        more_bytes=sum(len(content) for content in new.values()),
-        quota_bytes=settings.owner_quota_bytes,
-        records=box.records,
-        owners=box.owners,
-    )
-    for digest, content in new.items():
-        box.blobs.put(digest, [content])
-    box.owners.claim_all(owner, {digest: len(content) for digest, content in new.items()})
+    sizes_bytes = {digest: len(content) for digest, content in new.items()}
+    with quota.taking(owner) as taken:
+        taken.cover(sum(sizes_bytes.values()))
+        for digest, content in new.items():
+            box.blobs.put(digest, [content])
+        taken.claim(sizes_bytes)
 
 
 def _check(digest: str, content: bytes, *, limit_bytes: int) -> None:

@@ -1,63 +1,22 @@
-"""What is refused before it is taken: more bytes than an owner may have, more jobs than fit Redis.
+"""What is refused before it is taken: more jobs than fit Redis, and all where the disk takes none.
 
-quota      an owner's blobs and results reach `owner_quota_bytes`           QuotaReached
-           what was sent exceeds it by itself, so waiting does not help     BlobTooLarge
 memory     Redis takes four fifths of what it may; the rest is for jobs     ServiceUnavailable
            that were accepted: their progress, their leases, their end
            an owner's jobs take more of that than is left for all others    QueueFull
+disk       its reserve is reached, it has no inode, or is read-only         StorageFull
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from gradbox.errors import BlobTooLarge, QueueFull, ServiceUnavailable, StorageFull
+from gradbox.errors import QueueFull, ServiceUnavailable, StorageFull
 from gradbox_service.jobs import Records
 from gradbox_service.jobs.records import Memory
-from gradbox_service.ownership import BlobOwners
 from gradbox_service.store.room import Room, in_units
 
 # Of the memory that Redis may take, what new jobs may fill.
 NEW_JOBS_SHARE: Final = 0.8
-
-
-class QuotaReached(StorageFull):
-    """An owner's share is full; the cleaner makes room of what was not used lately."""
-
-
-def check_quota(
-    owner: str,
-    *,
-    more_bytes: int,
-    quota_bytes: int | None,
-    records: Records,
-    owners: BlobOwners,
-) -> None:
-    """Check that an owner may have `more_bytes` more on the box, or note that they want them.
-
-    Raises:
-        QuotaReached: that would reach the quota.
-        BlobTooLarge: it would with nothing else there.
-    """
-    if quota_bytes is None:
-        return
-    if more_bytes > quota_bytes:
-        raise BlobTooLarge(
-            f"expected at most the {in_units(quota_bytes)} that one owner may have on this box, "
-            f"got {in_units(more_bytes)}; send fewer or smaller inputs, or have the box's owner "
-            f"raise --owner-quota-bytes"
-        )
-    blob_bytes, result_bytes = owners.bytes_of(owner), records.result_bytes().get(owner, 0)
-    if blob_bytes + result_bytes + max(1, more_bytes) <= quota_bytes:
-        return
-    owners.want(owner, max(1, more_bytes))
-    wanted = f"{in_units(more_bytes)} more do not fit" if more_bytes else "there is no room"
-    raise QuotaReached(
-        f"{wanted}: of the {in_units(quota_bytes)} that one owner may have on this box, your blobs "
-        f"take {in_units(blob_bytes)} and your results {in_units(result_bytes)}; delete results "
-        f"(`job.delete()`), or wait: what was not used for a quarter of an hour makes room, and "
-        f"results that nobody has read after an hour"
-    )
 
 
 def check_memory(memory: Memory) -> None:

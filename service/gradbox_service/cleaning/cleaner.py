@@ -1,5 +1,7 @@
 """Looks once a minute for what has expired, and removes it: records, results, blobs, notes.
 
+Between two looks it makes room for an owner whose quota is reached, when they ask for it.
+
 A record says that its result is gone before the file goes, and a blob loses its owners before its
 file goes, so whoever asks in between hears that it is not there.
 """
@@ -9,11 +11,13 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from functools import cache, partial
 from itertools import islice
 from typing import TypeVar
 
+from gradbox.protocol import JobSpec
 from gradbox_service.cleaning.crowding import crowding
 from gradbox_service.cleaning.expiry import (
     SETTLED_SPARED_S,
@@ -22,8 +26,10 @@ from gradbox_service.cleaning.expiry import (
     Stored,
     expired,
 )
-from gradbox_service.cleaning.needed import Needed
+from gradbox_service.cleaning.needed import Needed, named_in
 from gradbox_service.cleaning.removed import RemovedByHand
+from gradbox_service.cleaning.spent import Spent, spent
+from gradbox_service.cleaning.under_way import UnderWay
 from gradbox_service.jobs import JobRecord, Records
 from gradbox_service.jobs.refusals import unless_refused
 from gradbox_service.ownership import BlobOwners
@@ -45,6 +51,8 @@ BLOB_NOTE_BYTES = 512
 MAX_RECORDS = 1000
 # Files whose owners are looked up at once.
 PAGE = 1000
+# Of what may go at once, so much goes at once: not every step of a loop is to look.
+AT_ONCE_SHARE = 0.25
 
 
 class Cleaner(RepeatingThread):
@@ -71,6 +79,7 @@ class Cleaner(RepeatingThread):
         self._leadership = leadership
         self._needed = Needed(records)
         self._removed = RemovedByHand(records, owners, results=results, blobs=blobs)
+        self.under_way = UnderWay()
 
     def clean(self) -> list[Stored]:
         """Remove what has expired; return the files that went."""
@@ -81,16 +90,43 @@ class Cleaner(RepeatingThread):
         self._results.sweep(is_written=self._is_written, unused_since_s=now_s - SPARED_S)
         self._sweep_checkpoints(unused_since_s=now_s - SPARED_S)
         counted_bytes = self._removed.counted_bytes()
-        files = list(self.stored(owned=self._settings.owner_quota_bytes is not None))
+        files = list(self.stored(owned=False))
         there_bytes = sum(file.size_bytes for file in files)
         self._removed.note(counted_bytes=counted_bytes, there_bytes=there_bytes)
-        limits = self._limits(files)
+        self._keep_quotas()
+        limits = self._limits(there_bytes)
         if there_bytes > limits.total_bytes:
+            self._free_the_disk(there_bytes - limits.total_bytes)
             files = list(self.stored())
         choose = partial(expired, files, limits, now_s=now_s)
         if not choose(needed=frozenset()):
             return []  # specs are read only where something could go
         return self.remove(choose(needed=self._needed.names()))
+
+    def make_room(self, owner: str, num_bytes: int, *, keep: JobSpec | None = None) -> float:
+        """Remove files of an owner until so many bytes less count against them.
+
+        What only jobs that have ended needed goes first, and then what was not used lately.
+
+        Args:
+            keep: a job that is about to be posted; what it names stays.
+
+        Returns:
+            The seconds until it can be done; 0 where it is.
+        """
+        with self.under_way.removing(owner):
+            named = frozenset(named_in(keep))
+            missing_bytes = num_bytes - self._free_spent(owner, num_bytes, keep=named)
+            if missing_bytes <= 0:
+                return 0.0
+            needed, now_s = self.needed() | named, time.time()
+            own = [f for f in self.stored() if f.owner == owner and f.name not in needed]
+            for file in sorted(own, key=lambda file: file.due_s):
+                if file.due_s > now_s or self._remove(file, owner=owner):
+                    missing_bytes -= file.size_bytes
+                if missing_bytes <= 0:
+                    return max(0.0, file.due_s - now_s)
+            return math.inf
 
     def stored(self, *, owned: bool = True) -> Iterator[Stored]:
         """Give every result and blob.
@@ -132,18 +168,73 @@ class Cleaner(RepeatingThread):
                 self.clean()
         self._stopping.wait(pause_s)
 
-    def _limits(self, files: Sequence[Stored]) -> Limits:
-        taken_bytes = sum(file.size_bytes for file in files)
-        there_is_bytes = taken_bytes + self._blobs.room.left_bytes()
+    def _free_spent(
+        self,
+        owner: str,
+        num_bytes: float,
+        *,
+        keep: frozenset[str] = frozenset(),
+    ) -> int:
+        """Remove what only ended jobs of an owner needed, least recently used first.
+
+        Args:
+            num_bytes: how much is to go at least, if there is as much.
+            keep: names of files that stay.
+
+        Returns:
+            The bytes that went.
+        """
+        found = spent(owner, self._records, self._needed, now_s=time.time())
+        needed = self.needed() | keep
+        files = [file for file in self._spent_files(owner, found) if file.name not in needed]
+        wanted_bytes = max(num_bytes, AT_ONCE_SHARE * sum(file.size_bytes for file in files))
+        freed_bytes = 0
+        for file in sorted(files, key=lambda file: file.used_s):
+            if freed_bytes >= wanted_bytes:
+                break
+            freed_bytes += file.size_bytes if self._remove(file, owner=owner) else 0
+        return freed_bytes
+
+    def _spent_files(self, owner: str, found: Spent) -> Iterator[Stored]:
+        firsts = self._owners.firsts(list(found.blobs))
+        for name, ended_s in found.blobs.items():
+            file = use_of(self._blobs.path(name)) if firsts.get(name) == owner else None
+            if file is not None and file.used_s <= ended_s:
+                yield Stored("blob", name, owner, file.size_bytes, file.used_s)
+        for record in found.results:
+            file = use_of(self._results.path(record.id, attempt=record.attempt))
+            if file is not None and file.read_only:
+                yield Stored("result", record.id, owner, file.size_bytes, file.used_s)
+
+    def _keep_quotas(self) -> None:
+        """Remove what owners have above the quota: results count, which are not refused."""
+        quota_bytes = self._settings.owner_quota_bytes
+        if quota_bytes is None:
+            return
+        for owner, taken_bytes in self._taken().items():
+            if taken_bytes > quota_bytes:
+                self.make_room(owner, taken_bytes - quota_bytes)
+
+    def _free_the_disk(self, num_bytes: float) -> None:
+        """Remove what only ended jobs needed, first that of whoever takes most."""
+        for owner, _ in self._taken().most_common():
+            with self.under_way.removing(owner):
+                num_bytes -= self._free_spent(owner, num_bytes)
+            if num_bytes <= 0:
+                return
+
+    def _taken(self) -> Counter[str]:
+        """Return what everybody's blobs and results take."""
+        return Counter(self._owners.totals()) + Counter(self._records.result_bytes())
+
+    def _limits(self, there_bytes: int) -> Limits:
+        there_is_bytes = there_bytes + self._blobs.room.left_bytes()
         memory_bytes = self._records.memory().bound_bytes or math.inf
-        owners = {file.owner for file in files if file.owner}
         return Limits(
             result_age_s=self._settings.result_age_s,
             blob_age_s=self._settings.blob_age_s,
-            quota_bytes=self._settings.owner_quota_bytes,
             total_bytes=self._settings.storage_share * there_is_bytes,
             num_blobs=BLOBS_SHARE * memory_bytes / BLOB_NOTE_BYTES,
-            wanted_bytes={owner: self._owners.wanted_by(owner) for owner in owners},
         )
 
     def _end_records(self, *, now_s: float) -> None:
@@ -185,9 +276,13 @@ class Cleaner(RepeatingThread):
         record = self._records.get(job_id)
         return record is not None and record.held_by(attempt)
 
-    def _remove(self, file: Stored) -> bool:
+    def _remove(self, file: Stored, *, owner: str | None = None) -> bool:
+        """Remove a file; where an owner is given and it is another's too, it stays theirs."""
         if file.kind == "blob":
-            self._owners.forget(file.name)
+            if owner is None:
+                self._owners.forget(file.name)
+            elif not self._owners.release(owner, file.name):
+                return True
             return self._blobs.remove(file.name, unused_since_s=file.used_s)
         record = self._records.get(file.name)
         if record is not None and not record.state.final:
@@ -203,7 +298,7 @@ class Cleaner(RepeatingThread):
 
 def _was_read(file: FileUse, record: JobRecord) -> bool:
     """Tell whether a result was used after the end of its job, which wrote it before."""
-    return record.finished_s is not None and file.used_s > record.finished_s
+    return file.read_only or (record.finished_s is not None and file.used_s > record.finished_s)
 
 
 def _pages(files: Iterable[T]) -> Iterator[list[T]]:

@@ -1,20 +1,21 @@
-"""Which stored files go: by age, then by an owner's quota, by the room on the disk, by number.
+"""Which stored files go: by age, then by the room on the disk, by number.
 
 A file's modification time is its last use: its bytes never change, and whoever uses it sets the
 time. Nothing here touches a disk.
 
 What was used within the last hour makes no room, for its job may be about to be posted, or its
 result about to be read. A loop that trains a model writes more than that in an hour, and would fill
-the disk for everybody. So where the rest is not enough, blobs and results that were read go after a
-quarter of an hour: an owner's own for the quota, and for the disk those of whoever takes most.
+the disk for everybody. What it leaves behind goes first, at once (`spent`). Where the rest is not
+enough, blobs and results that were read go after a quarter of an hour: an owner's own for the
+quota, and for the disk those of whoever takes most.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final, Literal
 
 SPARED_S: Final = 3600.0
@@ -40,24 +41,25 @@ class Stored:
     used_s: float
     settled: bool = False
 
+    @property
+    def due_s(self) -> float:
+        """When the file may make room for others."""
+        return self.used_s + (SETTLED_SPARED_S if self.settled else SPARED_S)
+
 
 @dataclass(frozen=True)
 class Limits:
     """What may stay.
 
     Attributes:
-        quota_bytes: what one owner's files may take together; None is no limit.
-        wanted_bytes: of it, what owners were refused who are to have room.
         total_bytes: what all files may take together.
         num_blobs: how many blobs may stay, however small.
     """
 
     result_age_s: float
     blob_age_s: float
-    quota_bytes: int | None
     total_bytes: float
     num_blobs: float = math.inf
-    wanted_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 def expired(
@@ -76,11 +78,6 @@ def expired(
     settled = [
         file for file in free if file.settled and SETTLED_SPARED_S < now_s - file.used_s <= SPARED_S
     ]
-    if limits.quota_bytes is not None:
-        for owner in sorted({file.owner for file in oldest_first if file.owner}):
-            own = [file for file in oldest_first if file.owner == owner]
-            bound_bytes = limits.quota_bytes - limits.wanted_bytes.get(owner, 0)
-            gone |= _until_within(own, bound_bytes, among=[*idle, *settled], gone=gone)
     taken_bytes = Counter[str]()
     for file in oldest_first:
         taken_bytes[file.owner] += file.size_bytes

@@ -13,6 +13,7 @@ import redis
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
+from gradbox_service.admission.quota import Quota
 from gradbox_service.backing import Backing
 from gradbox_service.cleaning.cleaner import Cleaner
 from gradbox_service.dashboard import pages
@@ -122,6 +123,7 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
         tokens=stands_on.tokens,
         leadership=stands_on.leadership,
     )
+    app.state.quota = Quota(settings.owner_quota_bytes, box=stands_on, cleaner=app.state.cleaner)
     app.state.bodies = Bodies(folder=settings.data, limit_bytes=settings.max_spec_bytes)
     app.add_middleware(Heads)
     app.add_middleware(SmallBodies)

@@ -18,7 +18,7 @@ from starlette.routing import Match
 from gradbox.errors import BoxDraining, Category, GradboxError, MissingBlobs, ServiceUnavailable
 from gradbox.protocol import Problem
 from gradbox.protocol.problem import URN
-from gradbox_service.admission.shares import QuotaReached
+from gradbox_service.admission.quota import QuotaReached
 from gradbox_service.http.heads import answers_as_get
 from gradbox_service.http.request_ids import HEADER, request_id_of
 from gradbox_service.jobs.refusals import store_refuses, why_refused
@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
 RETRY_AFTER_S = 2
-# Longer than clients wait unless they are told to: they are to hear of these at once.
-RETRY_AFTER_LONG_S: Final[Mapping[type[GradboxError], int]] = {BoxDraining: 120, QuotaReached: 60}
+# Longer than clients wait unless they are told to: they are to hear of it at once.
+RETRY_AFTER_LONG_S: Final[Mapping[type[GradboxError], int]] = {BoxDraining: 120}
 
 
 def install(app: FastAPI) -> None:
@@ -76,6 +76,8 @@ def plain_problem(status: int, code: str, detail: str, *, category: Category = "
 async def _known(request: Request, error: Exception) -> Response:
     extra = {"missing": list(error.missing)} if isinstance(error, MissingBlobs) else {}
     after_s = RETRY_AFTER_LONG_S.get(type(cast(GradboxError, error)))
+    if isinstance(error, QuotaReached):
+        after_s = error.retry_after_s
     headers = None if after_s is None else {"Retry-After": str(after_s)}
     return problem_response(Problem.of(cast(GradboxError, error), **extra), request, headers)
 

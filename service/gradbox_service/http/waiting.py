@@ -52,7 +52,13 @@ async def waited_for(record: JobRecord, request: Request, *, listener: str) -> W
 
 
 def answer_with(
-    waited: Waited, view: JobView, request: Request, *, box: Backing, posted: bool = False
+    waited: Waited,
+    view: JobView,
+    request: Request,
+    *,
+    box: Backing,
+    caller: str,
+    posted: bool = False,
 ) -> Response:
     """Return the answer about a job, with its result where that is small and the caller takes it.
 
@@ -66,7 +72,7 @@ def answer_with(
     if wait_s is not None:
         headers["Preference-Applied"] = f"wait={wait_s}"
         if JOB_AND_RESULT in request.headers.get("accept", ""):
-            result = _small_result(record, box)
+            result = _small_result(record, box, caller=caller)
     has_ended = wait_s is not None and record.state.final
     return Response(
         view.model_dump_json() if result is None else joined(view, result),
@@ -90,7 +96,7 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _small_result(record: JobRecord, box: Backing) -> bytes | None:
+def _small_result(record: JobRecord, box: Backing, *, caller: str) -> bytes | None:
     """Return the result file; None where there is none, or a larger one."""
     if record.result is None or record.result_gone_s is not None:
         return None
@@ -98,6 +104,9 @@ def _small_result(record: JobRecord, box: Backing) -> bytes | None:
         return None
     try:
         box.results.touch(record.id, attempt=record.attempt)
-        return box.results.path(record.id, attempt=record.attempt).read_bytes()
+        content = box.results.path(record.id, attempt=record.attempt).read_bytes()
     except FileNotFoundError:
         return None  # the record will say so, to who asks for the result
+    if caller == record.owner:
+        box.results.note_fetched(record.id, attempt=record.attempt)
+    return content

@@ -5,8 +5,8 @@ is not having the bytes. To everybody else the box answers as if the blob were n
 counts against the owner who sent it first.
 
     gradbox:blob:DIGEST      hash: `first` (owner), `size_bytes`, and `owner:NAME` for each owner
+    gradbox:blobs-of:OWNER   set of the digests of the blobs that belong to them
     gradbox:blob-bytes       hash: owner → bytes of the blobs that they sent first
-    gradbox:wanted:OWNER     bytes that the quota refused them lately; ends by itself
 """
 
 from __future__ import annotations
@@ -23,27 +23,40 @@ from gradbox_service.jobs.redis_script import OVER_BOUND
 BYTES = "gradbox:blob-bytes"
 FIRST = b"first"
 OWNER = b"owner:"
-# KEYS: the sums, the blobs; ARGV: the owner, the owner's field, the blobs' sizes. May be repeated.
+# KEYS: the sums, the owner's blobs, the blobs; ARGV: the owner, their field, digests and sizes in
+# turn. May be repeated.
 CLAIM = """
-for i = 2, #KEYS do
-    local size = ARGV[i + 1]
+for i = 3, #KEYS do
+    local digest, size = ARGV[2 * i - 3], ARGV[2 * i - 2]
+    redis.call('SADD', KEYS[2], digest)
     if redis.call('HSETNX', KEYS[i], 'first', ARGV[1]) == 1 then
         redis.call('HINCRBY', KEYS[1], ARGV[1], size)
     end
     redis.call('HSET', KEYS[i], 'size_bytes', size, ARGV[2], 1)
 end
 """
-# KEYS: the sums, the blob.
-FORGET = (
+# KEYS: the sums, the owner's blobs, the blob; ARGV: the owner, their field, the digest. It counts
+# against the next owner then; 1 if there is none.
+RELEASE = (
     OVER_BOUND
     + """
-local first, size = unpack(redis.call('HMGET', KEYS[2], 'first', 'size_bytes'))
-if first and size then redis.call('HINCRBY', KEYS[1], first, -size) end
-redis.call('DEL', KEYS[2])
+redis.call('SREM', KEYS[2], ARGV[3])
+local released = redis.call('HDEL', KEYS[3], ARGV[2])
+local first, size = unpack(redis.call('HMGET', KEYS[3], 'first', 'size_bytes'))
+if released == 1 and first == ARGV[1] then redis.call('HINCRBY', KEYS[1], first, -size) end
+for _, field in ipairs(redis.call('HKEYS', KEYS[3])) do
+    if string.sub(field, 1, 6) == 'owner:' then
+        if first == ARGV[1] then
+            redis.call('HSET', KEYS[3], 'first', string.sub(field, 7))
+            redis.call('HINCRBY', KEYS[1], string.sub(field, 7), size)
+        end
+        return 0
+    end
+end
+redis.call('DEL', KEYS[3])
+return 1
 """
 )
-# How long it is known what an owner was refused: the cleaner looks more often.
-WANTED_S = 3600
 # Digests asked about in one round trip.
 ASKED_AT_ONCE = 1000
 
@@ -78,33 +91,37 @@ class BlobOwners(Protocol):
     def known(self) -> Iterator[str]:
         """Give the digest of every blob that belongs to somebody."""
 
-    def want(self, owner: str, size_bytes: int) -> None:
-        """Note that the quota refused `owner` so many bytes, for the cleaner to make room."""
+    def blobs_of(self, owner: str) -> Collection[str]:
+        """Return the digests of all blobs that belong to `owner`."""
 
-    def wanted_by(self, owner: str) -> int:
-        """Return the bytes that `owner` was refused last; 0 an hour later."""
+    def release(self, owner: str, digest: str) -> bool:
+        """Note that the blob is no longer `owner`'s; tell whether it belongs to nobody now.
 
-    def forget(self, digest: str) -> None:
-        """Note that the blob is no longer stored: it belongs to nobody and counts against nobody.
-
-        Call it before the file is removed. A claim in between is of bytes that are written anew.
+        It then counts against another owner, if there is one. Call it before the file is removed. A
+        claim in between is of bytes that are written anew.
         """
 
+    def forget(self, digest: str) -> None:
+        """Note that the blob is no longer stored: release it of all its owners."""
+        for owner in self.owners_of(digest):
+            self.release(owner, digest)
 
-class RedisBlobOwners:
+
+class RedisBlobOwners(BlobOwners):
     """Implements `BlobOwners`, with one hash a blob and one of sums."""
 
     def __init__(self, connection: redis.Redis) -> None:
         self._redis = connection
         self._claim = connection.register_script(CLAIM)
-        self._forget = connection.register_script(FORGET)
+        self._release = connection.register_script(RELEASE)
 
     def claim(self, owner: str, digest: str, size_bytes: int) -> None:
         self.claim_all(owner, {digest: size_bytes})
 
     def claim_all(self, owner: str, sizes_bytes: Mapping[str, int]) -> None:
-        keys = [BYTES, *map(_key, sizes_bytes)]
-        self._claim(keys=keys, args=[owner, _field(owner), *sizes_bytes.values()])
+        keys = [BYTES, _list_key(owner), *map(_key, sizes_bytes)]
+        sizes = [part for item in sizes_bytes.items() for part in item]
+        self._claim(keys=keys, args=[owner, _field(owner), *sizes])
 
     def owns(self, owner: str, digest: str) -> bool:
         return bool(self._redis.hexists(_key(digest), _field(owner)))
@@ -143,22 +160,20 @@ class RedisBlobOwners:
         for key in self._redis.scan_iter(match=_key("*"), count=ASKED_AT_ONCE):
             yield cast(bytes, key).decode().removeprefix(_key(""))
 
-    def want(self, owner: str, size_bytes: int) -> None:
-        self._redis.set(_wanted(owner), size_bytes, ex=WANTED_S)
+    def blobs_of(self, owner: str) -> Collection[str]:
+        found = cast("set[bytes]", self._redis.smembers(_list_key(owner)))
+        return {digest.decode() for digest in found}
 
-    def wanted_by(self, owner: str) -> int:
-        return int(cast("bytes | None", self._redis.get(_wanted(owner))) or 0)
-
-    def forget(self, digest: str) -> None:
-        self._forget(keys=[BYTES, _key(digest)])
+    def release(self, owner: str, digest: str) -> bool:
+        keys = [BYTES, _list_key(owner), _key(digest)]
+        return bool(self._release(keys=keys, args=[owner, _field(owner), digest]))
 
 
-class MemoryBlobOwners:
+class MemoryBlobOwners(BlobOwners):
     """The in-memory twin of `RedisBlobOwners`."""
 
     def __init__(self) -> None:
         self._blobs: dict[str, tuple[int, list[str]]] = {}
-        self._wanted: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def claim(self, owner: str, digest: str, size_bytes: int) -> None:
@@ -201,23 +216,26 @@ class MemoryBlobOwners:
         with self._lock:
             return iter(list(self._blobs))
 
-    def want(self, owner: str, size_bytes: int) -> None:
-        self._wanted[owner] = size_bytes
-
-    def wanted_by(self, owner: str) -> int:
-        return self._wanted.get(owner, 0)
-
-    def forget(self, digest: str) -> None:
+    def blobs_of(self, owner: str) -> Collection[str]:
         with self._lock:
-            self._blobs.pop(digest, None)
+            return {digest for digest, (_, owners) in self._blobs.items() if owner in owners}
+
+    def release(self, owner: str, digest: str) -> bool:
+        with self._lock:
+            owners = self._blobs.get(digest, (0, []))[1]
+            if owner in owners:
+                owners.remove(owner)
+            if not owners:
+                self._blobs.pop(digest, None)
+            return not owners
 
 
 def _key(digest: str) -> str:
     return f"gradbox:blob:{digest}"
 
 
-def _wanted(owner: str) -> str:
-    return f"gradbox:wanted:{owner}"
+def _list_key(owner: str) -> str:
+    return f"gradbox:blobs-of:{owner}"
 
 
 def _field(owner: str) -> bytes:

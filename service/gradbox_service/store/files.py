@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import os
 import secrets
+import stat
 import sys
 import time
 from dataclasses import dataclass
@@ -27,11 +28,12 @@ def make_folder(path: Path) -> None:
 
 @dataclass(frozen=True)
 class FileUse:
-    """A file's size, and when it was last used and last written, in seconds since 1970."""
+    """A file's size, when it was last used and written, in seconds since 1970, and its mode."""
 
     size_bytes: int
     used_s: float
     written_s: float
+    read_only: bool = False
 
 
 class FileState(NamedTuple):
@@ -64,7 +66,8 @@ def use_of(path: Path) -> FileUse | None:
         found = path.stat()
     except FileNotFoundError:
         return None
-    return FileUse(found.st_size, max(found.st_atime, found.st_mtime), found.st_mtime)
+    used_s = max(found.st_atime, found.st_mtime)
+    return FileUse(found.st_size, used_s, found.st_mtime, not found.st_mode & stat.S_IWUSR)
 
 
 def touch(path: Path) -> FileState | None:
@@ -73,9 +76,10 @@ def touch(path: Path) -> FileState | None:
     The time of its last write stays, by which the state tells whether another one followed. A disk
     that is read-only notes nothing, and can be read from all the same.
     """
+    now_ns = time.time_ns()  # to the tick: the kernel's own would be some milliseconds old
     try:
         state = FileState.of(os.stat(path))
-        os.utime(path, ns=(time.time_ns(), state.written_ns))
+        os.utime(path, ns=(now_ns, state.written_ns))
     except FileNotFoundError:
         return None
     except OSError as error:

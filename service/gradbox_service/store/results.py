@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Final
@@ -18,6 +19,7 @@ from gradbox_service.store.room import Room
 
 # What was written so long before a power cut may not have reached the disk.
 UNFLUSHED_S: Final = 300.0
+FETCHED_MODE: Final = 0o400
 
 
 class ResultStore:
@@ -75,6 +77,11 @@ class ResultStore:
     def _unflushed_since_s(self) -> float:
         written_s = (found.written_s for _, found in self.files())
         return max((s for s in written_s if s < self._opened_s), default=0.0) - UNFLUSHED_S
+
+    def note_fetched(self, job_id: str, *, attempt: int) -> None:
+        """Note that the job's owner has all of the result: its file is made read-only."""
+        with suppress(OSError):  # gone, or on a disk that notes nothing
+            self.path(job_id, attempt=attempt).chmod(FETCHED_MODE)
 
     def remove(self, job_id: str, *, unused_since_s: float) -> bool:
         """Remove what attempts at a job committed, but what was used after a time.

@@ -8,11 +8,12 @@ from functools import partial
 from typing import Annotated
 
 import anyio.to_thread
-from fastapi import APIRouter, HTTPException, Path, Request, Response
+from fastapi import APIRouter, Path, Request, Response
 from pydantic import BaseModel
 
 from gradbox.errors import BlobTooLarge
-from gradbox_service.admission.shares import check_memory, check_quota
+from gradbox_service.admission.quota import Quota, Taken
+from gradbox_service.admission.shares import check_memory
 from gradbox_service.backing import Backing
 from gradbox_service.http.auth import Box, Caller
 from gradbox_service.http.bodies import announced_bytes
@@ -37,14 +38,6 @@ Digest = Annotated[
 class BlobView(BaseModel):
     digest: str
     size_bytes: int
-
-
-@router.head("/{digest}", response_class=Response)
-def has_blob(digest: Digest, box: Box, caller: Caller) -> Response:
-    """200 if the caller has sent this blob before, 404 if not, whoever else has."""
-    if _own(box, caller).size_bytes(digest) is None:
-        raise HTTPException(404, f"no blob {digest} is on this box; upload it with PUT")
-    return Response()
 
 
 @router.put(
@@ -74,26 +67,20 @@ async def put_blob(
         response.status_code = 412 if not_again else 200
         return BlobView(digest=digest, size_bytes=size_bytes)
     await anyio.to_thread.run_sync(lambda: check_memory(box.records.memory()))
-    within_quota = partial(
-        check_quota,
-        caller.name,
-        quota_bytes=settings.owner_quota_bytes,
-        records=box.records,
-        owners=box.owners,
-    )
     said_bytes = announced_bytes(request)
     if said_bytes > settings.max_blob_bytes:
         raise _too_large(said_bytes, settings.max_blob_bytes)
-    await anyio.to_thread.run_sync(partial(within_quota, more_bytes=said_bytes))
-    upload = await anyio.to_thread.run_sync(
-        partial(box.blobs.upload, digest, announced_bytes=said_bytes)
-    )
-    with upload:
-        await _write(upload, pieces)
-        size_bytes = upload.size_bytes
-        await anyio.to_thread.run_sync(partial(within_quota, more_bytes=size_bytes))
-        await anyio.to_thread.run_sync(upload.commit)
-    await anyio.to_thread.run_sync(box.owners.claim, caller.name, digest, size_bytes)
+    quota: Quota = request.app.state.quota
+    with quota.taking(caller.name) as taken:
+        await anyio.to_thread.run_sync(taken.cover, said_bytes)
+        upload = await anyio.to_thread.run_sync(
+            partial(box.blobs.upload, digest, announced_bytes=said_bytes)
+        )
+        with upload:
+            await _write(upload, pieces, taken=taken)
+            size_bytes = upload.size_bytes
+            await anyio.to_thread.run_sync(upload.commit)
+        await anyio.to_thread.run_sync(taken.claim, {digest: size_bytes})
     return BlobView(digest=digest, size_bytes=size_bytes)
 
 
@@ -123,14 +110,19 @@ async def _pieces(request: Request, *, limit_bytes: int) -> AsyncIterator[list[b
         yield piece
 
 
-async def _write(upload: Upload, pieces: AsyncIterator[list[bytes]]) -> None:
+async def _write(upload: Upload, pieces: AsyncIterator[list[bytes]], *, taken: Taken) -> None:
     """Write and hash each piece while the next one is received."""
+
+    def write(piece: list[bytes]) -> None:
+        taken.cover(upload.size_bytes + sum(map(len, piece)))
+        upload.write(piece)
+
     writing: asyncio.Task[None] | None = None
     try:
         async for piece in pieces:
             if writing is not None:
                 await writing
-            writing = asyncio.create_task(anyio.to_thread.run_sync(upload.write, piece))
+            writing = asyncio.create_task(anyio.to_thread.run_sync(write, piece))
     finally:
         if writing is not None:
             await writing  # also after an error: the file is closed next

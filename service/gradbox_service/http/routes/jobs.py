@@ -81,6 +81,8 @@ async def post_job(request: Request, credentials: Credentials) -> Response:
                 idempotency_key=idempotency_key,
                 traceparent=parent or span.traceparent,
                 box=box,
+                quota=request.app.state.quota,
+                under_way=request.app.state.cleaner.under_way,
                 settings=request.app.state.settings,
             )
             if record.state is JobState.QUEUED:
@@ -168,7 +170,14 @@ async def _answer(
         raise Unauthorized("the token or session that came ended during the wait: log in again")
 
     def answer() -> Response:
-        return answer_with(waited, _view(waited.record, box), request, box=box, posted=posted)
+        return answer_with(
+            waited,
+            _view(waited.record, box),
+            request,
+            box=box,
+            caller=caller.name,
+            posted=posted,
+        )
 
     return await anyio.to_thread.run_sync(answer)
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Callable
 from email.utils import formatdate
 from functools import partial
 from typing import Any, BinaryIO
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import FileResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from gradbox.errors import BlobRejected, ResultGone, ResultNotReady
 from gradbox.protocol import JobState, Receipt, ResultView
 from gradbox.tensors.checksums import read_checked_header
-from gradbox_service.http.auth import Box, VisibleJob
+from gradbox_service.http.auth import Box, Caller, VisibleJob
 from gradbox_service.http.openapi import RESULT_ANSWERS, RESULT_REQUEST
 from gradbox_service.http.problems import plain_problem, problem_response
 from gradbox_service.jobs import JobRecord
@@ -31,22 +32,38 @@ _RANGE = re.compile(r"\s*(?:([0-9]{1,1000})\s*-\s*([0-9]{0,1000})|-\s*([0-9]{1,1
 class ResultResponse(FileResponse):
     """Sends a file that is open: it may be removed before its last byte is sent, or its first.
 
-    `whole` sends all of it, whatever `Range` says.
+    `whole` sends all of it, whatever `Range` says. `fetched` is called once all of it was sent
+    to a client that was there to the last.
     """
 
     chunk_size = MIB
 
-    def __init__(self, file: BinaryIO, *, whole: bool, **given: Any) -> None:
+    def __init__(
+        self, file: BinaryIO, *, whole: bool, fetched: Callable[[], None], **given: Any
+    ) -> None:
         super().__init__(f"/dev/fd/{file.fileno()}", **given)
         self._file = file
+        self._fetched = fetched
         self.whole = whole
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.whole:
             kept = [(name, value) for name, value in scope["headers"] if name != b"range"]
             scope = {**scope, "headers": kept}
+        request = Request(scope, receive)
+        status = None
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            is_last = message["type"] == "http.response.body" and not message.get("more_body")
+            is_there = is_last and not await request.is_disconnected()
+            await send(message)
+            if is_there and status == 200 and request.method == "GET":
+                self._fetched()
+
         with self._file:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, noting)
 
 
 @router.head("/{job_id}/result", response_class=Response, include_in_schema=False)
@@ -56,7 +73,7 @@ class ResultResponse(FileResponse):
     responses=RESULT_ANSWERS,
     openapi_extra=RESULT_REQUEST,
 )
-def job_result(request: Request, record: VisibleJob, box: Box) -> Response:
+def job_result(request: Request, record: VisibleJob, box: Box, caller: Caller) -> Response:
     """The safetensors file of a job that is done; `Range`, `If-Range` and `If-None-Match` work."""
     result = _result_of(record)
     etag = f'"{result.sha256}"'
@@ -84,9 +101,15 @@ def job_result(request: Request, record: VisibleJob, box: Box) -> Response:
     # HEAD knows no ranges, and a unit that is not ours is none of them (RFC 9110, section 14.2).
     wanted = request.headers.get("range", "")
     in_bytes = wanted.partition("=")[0].strip().lower() == "bytes"
+
+    def fetched() -> None:
+        if caller.name == record.owner:
+            box.results.note_fetched(record.id, attempt=record.attempt)
+
     response = ResultResponse(
         file,
         whole=request.method == "HEAD" or not in_bytes,
+        fetched=fetched,
         headers=headers,
         media_type="application/octet-stream",
         filename=f"{record.id}.safetensors",
