@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from gradbox.results.result import GradResult as GradResult
 
 from gradbox.errors import (
+    BlobInUse,
     BlobRejected,
     BlobTooLarge,
     BoxDraining,
@@ -101,6 +102,7 @@ __all__ = [
     "AsyncGradClient",
     "AsyncJob",
     "Batch",
+    "BlobInUse",
     "BlobRejected",
     "BlobTooLarge",
     "BoxDraining",

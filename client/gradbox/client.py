@@ -17,10 +17,10 @@ from gradbox.computations.computation import Submission
 from gradbox.errors import UnusableModel
 from gradbox.html import Iterated, Listed
 from gradbox.http.connection import Connection, Retry, parsed
-from gradbox.http.paths import job_path, model_path
+from gradbox.http.paths import blob_path, job_path, model_path
 from gradbox.http.posting import Answered
 from gradbox.job import QUICK_S, Job
-from gradbox.protocol import JobList, JobState, JobView, ModelList, ModelView
+from gradbox.protocol import BlobList, BlobView, JobList, JobState, JobView, ModelList, ModelView
 from gradbox.results.result import GradResult
 from gradbox.settings import ClientSettings, find_settings
 from gradbox.submitting import Submitter
@@ -175,6 +175,28 @@ class GradClient:
 
         first = fetch(None, limit)
         return Iterated(jobs(first), html=first._repr_html_)
+
+    def blobs(self) -> list[BlobView]:
+        """Return what this user has sent to the box and is there still, in no particular order."""
+        found: list[BlobView] = []
+        query = ""
+        while True:
+            page = parsed(BlobList, self._connection.request("GET", f"/v1/blobs{query}"))
+            found += page.blobs
+            if page.next is None:
+                return found
+            query = f"?{httpx.QueryParams(cursor=page.next)}"
+
+    def delete_blob(self, digest: str) -> None:
+        """Delete a blob of this user's; nothing happens if it is gone.
+
+        Whatever names it again sends it again.
+
+        Raises:
+            BlobInUse: a job that waits or runs needs it.
+            InvalidRequest: that is no digest.
+        """
+        self._connection.request("DELETE", blob_path(digest))
 
     def models(self) -> list[ModelView]:
         """Return the registered models with their parameters, entry points and versions.

@@ -16,6 +16,7 @@
     ├── IdempotencyConflict             one key, two different jobs
     ├── ResultNotReady                  the job has no result: it still runs, or it did not end well
     ├── ResultGone                      the job had a result, and it has been removed
+    ├── BlobInUse                       the blob is needed by a job that waits or runs
     ├── InvalidRequest                  a query, a header or a range that the box does not take
     ├── JobFailed                       the job ended in `failed`
     │   ├── ReplayMismatch              a replay did not reproduce the first pass
@@ -210,6 +211,15 @@ class ResultGone(GradboxError):
     title = "The result is gone"
     category = "user"
     status = 410
+
+
+class BlobInUse(GradboxError):
+    """A job that waits or runs needs the blob that was to be deleted."""
+
+    code = "blob-in-use"
+    title = "A job needs the blob"
+    category = "user"
+    status = 409
 
 
 class InvalidRequest(GradboxError):

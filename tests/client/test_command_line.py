@@ -47,7 +47,7 @@ from gradbox.protocol import (
     ProgressView,
 )
 from gradbox.settings import login_file
-from tests.boxes import TestBox
+from tests.boxes import TestBox, new_token
 from tests.client.wires import job_view
 
 
@@ -67,6 +67,39 @@ def submitted(box: TestBox, **given: object) -> str:
     }
     with box.client() as client:
         return client.submit(Gradient(**fields)).id
+
+
+def test_blobs_are_listed_and_deleted(
+    at_box: TestBox, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert at_box.data is not None
+    token = new_token(at_box.data, "mary")
+    monkeypatch.setenv("GRADBOX_TOKEN", token)
+    waiting = {"model": "slow", "inputs": [torch.rand(1, 3) for _ in range(200)]}
+    with at_box.client(token) as client:
+        job = client.submit(Gradient(loss=lambda z: z.sum(), **waiting))
+        (needed,) = client.blobs()
+        assert main(["blobs", "delete", needed.digest]) == 1
+        assert f"job {job.id} needs blob" in capsys.readouterr().err
+        assert main(["blobs", "delete", "--all", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == {"deleted": []}
+        job.cancel()
+        job.wait()
+        assert main(["blobs", "list", "--json"]) == 0
+        (listed,) = json.loads(capsys.readouterr().out)
+        assert listed["digest"] == needed.digest
+        assert listed["size_bytes"] == needed.size_bytes
+        assert main(["blobs", "list"]) == 0
+        assert needed.digest in capsys.readouterr().out
+        assert main(["blobs", "delete", needed.digest]) == 0
+        assert client.blobs() == []
+        assert main(["blobs", "list"]) == 0
+        assert capsys.readouterr().out.endswith("no blobs\n")
+        again = client.submit(Gradient(loss=lambda z: z.sum(), **waiting))  # is sent once more
+        again.cancel()
+        again.wait()
+        assert main(["blobs", "delete"]) == 2
+        assert main(["blobs", "delete", "all"]) == 2
 
 
 def test_jobs_are_listed_shown_and_watched(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,6 +14,8 @@ import pytest
 import redis
 
 from gradbox import Retry
+from gradbox.http.connection import Connection
+from gradbox.settings import ClientSettings
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import MemoryRecords
 from gradbox_service.jobs.records import Memory
@@ -110,6 +113,27 @@ def test_a_request_waits_for_a_job_as_after_a_429(quota_box: Box, ended: bool) -
     assert refused.status_code == 507
     after_s = int(refused.headers["Retry-After"])
     assert after_s == pytest.approx(900, abs=30) if ended else after_s == 2
+
+
+def test_the_client_waits_for_room_as_it_is_told(quota_box: Box) -> None:
+    job_id = submit(quota_box.client)
+    upload(quota_box.client, {"x": ones(2000)})
+    digest, data = blob_of({"x": ones(1000)})
+    token = quota_box.backing.tokens.create("ann")
+    settings = ClientSettings(url="http://box", token=token)
+    connection = Connection(settings, transport=quota_box.transport)
+
+    def end_it() -> None:
+        run_job(quota_box.backing, job_id, data=b"result")
+        quota_box.client.delete("/v1/blobs/" + blob_of({"x": ones(2000)})[0])
+
+    ending = threading.Timer(0.5, end_it)
+    ending.start()
+    began = time.monotonic()
+    answer = connection.request("PUT", f"/v1/blobs/{digest}", body=lambda: [data])
+    assert answer.status_code == 201
+    assert time.monotonic() - began >= 2.0
+    ending.join()
 
 
 class FullMemory(MemoryRecords):

@@ -17,7 +17,7 @@ import pytest
 from gradbox_service.backing import Backing
 from gradbox_service.settings import MIB, Settings
 from tests.disks import small_disk
-from tests.service.boxes import SHARDS, blob_of, ones, run_job, spec_for, submit
+from tests.service.boxes import SHARDS, blob_of, ones, run_job, spec_for, submit, upload
 from tests.service.conftest import Box, serve
 
 
@@ -91,6 +91,49 @@ def test_the_same_blob_from_many_at_once(memory_box: Box) -> None:
     with ThreadPoolExecutor(8) as pool:
         assert set(pool.map(put, range(8))) <= {200, 201}
     assert memory_box.backing.blobs.path(digest).read_bytes() == data
+
+
+def test_an_owner_lists_their_blobs_in_pages(box: Box) -> None:
+    mine = {upload(box.client, {"x": ones(n)}) for n in range(1, 6)}
+    upload(box.client_of("bob"), {"x": ones(9)})
+    found: list[dict[str, Any]] = []
+    query: dict[str, Any] = {"limit": 2}
+    while query.get("cursor", "") is not None:
+        page = box.client.get("/v1/blobs", params=query).json()
+        found += page["blobs"]
+        query["cursor"] = page["next"]
+    assert [blob["digest"] for blob in found] == sorted(mine)
+    sizes = {digest: box.backing.blobs.path(digest).stat().st_size for digest in mine}
+    assert {blob["digest"]: blob["size_bytes"] for blob in found} == sizes
+    assert box.client.get("/v1/blobs", params={"limit": 0}).status_code == 422
+
+
+def test_an_owner_deletes_their_blobs_and_nobody_elses(box: Box) -> None:
+    bob = box.client_of("bob")
+    shared, mine = ({"x": ones(n)} for n in (2, 3))
+    both = {upload(client, shared) for client in (box.client, bob)}.pop()
+    alone = upload(box.client, mine)
+    assert bob.delete(f"/v1/blobs/{alone}").status_code == 204
+    assert box.client.head(f"/v1/blobs/{alone}").status_code == 200
+    for digest in (both, alone, alone):
+        assert box.client.delete(f"/v1/blobs/{digest}").status_code == 204
+        assert box.client.head(f"/v1/blobs/{digest}").status_code == 404
+    assert box.client.get("/v1/blobs").json()["blobs"] == []
+    assert bob.head(f"/v1/blobs/{both}").status_code == 200
+    assert not box.backing.blobs.path(alone).exists()
+    assert dict(box.backing.owners.totals()) == {"bob": len(blob_of(shared)[1])}
+    assert upload(box.client, mine) == alone
+
+
+def test_a_blob_that_a_job_needs_cannot_be_deleted(box: Box) -> None:
+    job_id = submit(box.client)
+    digest = blob_of(SHARDS)[0]
+    refused = box.client.delete(f"/v1/blobs/{digest}")
+    assert (refused.status_code, refused.json()["type"]) == (409, "urn:gradbox:problem:blob-in-use")
+    assert job_id in refused.json()["detail"]
+    assert box.client.head(f"/v1/blobs/{digest}").status_code == 200
+    box.client.delete(f"/v1/jobs/{job_id}")
+    assert box.client.delete(f"/v1/blobs/{digest}").status_code == 204
 
 
 @pytest.mark.parametrize("kind", ["read-only", "inodes"])

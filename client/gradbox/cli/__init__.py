@@ -10,7 +10,8 @@ command returns its exit code, or raises the error that says it. To read in this
     exits           how a command ends: exit codes, and what is printed with each
     output          what the commands print
     completion      what the shell completes by asking the box
-    submit, jobs, result, top, operation, down, backup, login, version    one command or group each
+    submit, jobs, result, blobs, top, operation, down, backup, login, version    one command or
+                    group each
     job_ids, times, box_tables    what several of them read or show
 
 Exit codes: 0 done, 1 the job failed, 2 wrong usage, 3 the service cannot be reached, 130 Ctrl-C.

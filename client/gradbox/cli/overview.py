@@ -17,6 +17,7 @@ TOPICS: Final[Mapping[str, Mapping[str, str]]] = {
         "submit": "submit a job that a TOML file describes",
         "jobs": "your jobs on the box",
         "result": "wait for a job and fetch its result",
+        "blobs": "the tensors that you have sent to the box",
     },
     "A box, over the network": {
         "top": "devices and queue, live; q leaves it",
@@ -47,6 +48,7 @@ OWN: Final[Mapping[str, str]] = {
     "submit": "submit:register",
     "jobs": "jobs:register",
     "result": "result:register",
+    "blobs": "blobs:register",
     "top": "top:register_top",
     "workers": "top:register_workers",
     "pause": "operation:register_pause",

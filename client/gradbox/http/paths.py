@@ -1,4 +1,4 @@
-"""Where one job and one model are on a box, by what a user calls them."""
+"""Where one job, one blob and one model are on a box, by what a user calls them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,24 @@ import re
 from typing import Any, Final
 from urllib.parse import quote
 
-from gradbox.errors import JobNotFound, UnknownModel
+from gradbox.errors import InvalidRequest, JobNotFound, UnknownModel
 
+DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 JOB_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,100}")
+
+
+def blob_path(digest: Any) -> str:
+    """Return the path of a blob.
+
+    Raises:
+        InvalidRequest: that is no blob's digest.
+    """
+    if not isinstance(digest, str) or DIGEST.fullmatch(digest) is None:
+        raise InvalidRequest(
+            f"expected the digest of a blob, 64 digits as `gradbox blobs list` shows it, got "
+            f"{digest!r:.120}"
+        )
+    return f"/v1/blobs/{digest}"
 
 
 def job_path(job_id: Any) -> str:

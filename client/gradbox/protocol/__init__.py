@@ -55,6 +55,8 @@ from gradbox.protocol.spec_fields import (
     TracedFunction,
 )
 from gradbox.protocol.views import (
+    BlobList,
+    BlobView,
     JobList,
     JobState,
     JobView,
@@ -70,6 +72,8 @@ __all__ = [
     "JOB_AND_RESULT",
     "JOB_SPEC",
     "PROTOCOL",
+    "BlobList",
+    "BlobView",
     "BoxChange",
     "BoxJob",
     "BoxModel",

@@ -143,6 +143,21 @@ class JobList(View):
         return html.card("Jobs, newest first", [], table or "none")
 
 
+class BlobView(View):
+    """A blob. `used_s` is when it was last sent, asked for or needed, in seconds since 1970."""
+
+    digest: str
+    size_bytes: int
+    used_s: float
+
+
+class BlobList(View):
+    """Blobs by digest. `next` is the cursor of the page that follows; None on the last one."""
+
+    blobs: list[BlobView]
+    next: str | None = None
+
+
 class ParameterView(View):
     name: str
     shape: list[int]

@@ -124,7 +124,7 @@ class Quota:
             f"{wanted}: of the {in_units(quota_bytes)} that one owner may have on this box, your "
             f"blobs take {in_units(blob_bytes)} and your results {in_units(result_bytes)}, and "
             f"jobs need them, or they are kept for you to use; wait, or delete what you don't need "
-            f"(`job.delete()`): results that nobody has read make room an "
+            f"(`job.delete()`, `gradbox blobs delete`): results that nobody has read make room an "
             f"hour after they were written, and all else that no job needs within a quarter of one",
             retry_after_s=min(LONGEST_S, max(SOON_S, math.ceil(min(wait_s, LONGEST_S)))),
         )

@@ -17,6 +17,7 @@ from functools import cache, partial
 from itertools import islice
 from typing import TypeVar
 
+from gradbox.errors import BlobInUse
 from gradbox.protocol import JobSpec
 from gradbox_service.cleaning.crowding import crowding
 from gradbox_service.cleaning.expiry import (
@@ -127,6 +128,25 @@ class Cleaner(RepeatingThread):
                 if missing_bytes <= 0:
                     return max(0.0, file.due_s - now_s)
             return math.inf
+
+    def delete_blob(self, owner: str, digest: str) -> None:
+        """Remove a blob of an owner; it stays where it is another's too. Nothing happens twice.
+
+        Raises:
+            BlobInUse: a job of the owner that waits or runs needs it.
+        """
+        with self.under_way.removing(owner):
+            file = use_of(self._blobs.path(digest))
+            if file is None or not self._owners.owns(owner, digest):
+                return
+            active = [record.id for record in self._records.active() if record.owner == owner]
+            for job_id, names in self._needed.by_job(active).items():
+                if digest in names:
+                    raise BlobInUse(
+                        f"job {job_id} needs blob {digest[:12]}…: wait for its end, or cancel it"
+                    )
+            blob = Stored("blob", digest, owner, file.size_bytes, file.used_s)
+            self._remove(blob, owner=owner)
 
     def stored(self, *, owned: bool = True) -> Iterator[Stored]:
         """Give every result and blob.

@@ -1,4 +1,4 @@
-"""Uploads of blobs, streamed to disk and checked before they count."""
+"""Blobs: uploads, streamed to disk and checked before they count; one's own listed, deleted."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from functools import partial
 from typing import Annotated
 
 import anyio.to_thread
-from fastapi import APIRouter, Path, Request, Response
+from fastapi import APIRouter, HTTPException, Path, Query, Request, Response
 from pydantic import BaseModel
 
 from gradbox.errors import BlobTooLarge
+from gradbox.protocol import BlobList, BlobView
 from gradbox_service.admission.quota import Quota, Taken
 from gradbox_service.admission.shares import check_memory
 from gradbox_service.backing import Backing
+from gradbox_service.cleaning.cleaner import Cleaner
 from gradbox_service.http.auth import Box, Caller
 from gradbox_service.http.bodies import announced_bytes
 from gradbox_service.http.openapi import BLOB_BODY
 from gradbox_service.ownership import OwnBlobs
 from gradbox_service.settings import MIB, Settings
 from gradbox_service.store import Upload
+from gradbox_service.store.files import use_of
 from gradbox_service.tokens import TokenInfo
 
 router = APIRouter(prefix="/v1/blobs", tags=["blobs"])
@@ -28,6 +31,7 @@ router = APIRouter(prefix="/v1/blobs", tags=["blobs"])
 # Written and hashed in a thread in pieces of this size: smaller ones cost throughput, and hashing
 # on the event loop would halve it.
 PIECE_BYTES = 4 * MIB
+MAX_LISTED = 1000
 
 Digest = Annotated[
     str,
@@ -35,23 +39,64 @@ Digest = Annotated[
 ]
 
 
-class BlobView(BaseModel):
+class TakenBlob(BaseModel):
     digest: str
     size_bytes: int
+
+
+@router.get("")
+def list_blobs(
+    box: Box,
+    caller: Caller,
+    limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = MAX_LISTED,
+    cursor: Annotated[
+        str | None, Query(max_length=64, description="`next` of the page before")
+    ] = None,
+) -> BlobList:
+    """The caller's blobs, by digest, in pages. To list one is no use of it."""
+    digests = sorted(d for d in box.owners.blobs_of(caller.name) if d > (cursor or ""))
+    page = digests[:limit]
+    uses = {digest: use_of(box.blobs.path(digest)) for digest in page}
+    return BlobList(
+        blobs=[
+            BlobView(digest=digest, size_bytes=use.size_bytes, used_s=use.used_s)
+            for digest, use in uses.items()
+            if use is not None
+        ],
+        next=page[-1] if len(digests) > limit else None,
+    )
+
+
+@router.delete("/{digest}", status_code=204)
+def delete_blob(digest: Digest, request: Request, caller: Caller) -> None:
+    """Delete a blob of the caller's own; nothing happens where there is none (any more).
+
+    It stays for others who have sent it too. 409 while a job that waits or runs needs it.
+    """
+    cleaner: Cleaner = request.app.state.cleaner
+    cleaner.delete_blob(caller.name, digest)
+
+
+@router.head("/{digest}", response_class=Response)
+def has_blob(digest: Digest, box: Box, caller: Caller) -> Response:
+    """200 if the caller has sent this blob before, 404 if not, whoever else has."""
+    if _own(box, caller).size_bytes(digest) is None:
+        raise HTTPException(404, f"no blob {digest} is on this box; upload it with PUT")
+    return Response()
 
 
 @router.put(
     "/{digest}",
     status_code=201,
     responses={
-        200: {"model": BlobView, "description": "The caller had sent it before"},
-        412: {"model": BlobView, "description": "Likewise, with `If-None-Match: *`"},
+        200: {"model": TakenBlob, "description": "The caller had sent it before"},
+        412: {"model": TakenBlob, "description": "Likewise, with `If-None-Match: *`"},
     },
     openapi_extra=BLOB_BODY,
 )
 async def put_blob(
     digest: Digest, request: Request, response: Response, box: Box, caller: Caller
-) -> BlobView:
+) -> TakenBlob:
     """Take a safetensors file whose SHA-256 is `digest`.
 
     A blob that only others have sent is written and checked like one that is not here: knowing a
@@ -65,7 +110,7 @@ async def put_blob(
             pass
         not_again = request.headers.get("if-none-match", "").strip() == "*"
         response.status_code = 412 if not_again else 200
-        return BlobView(digest=digest, size_bytes=size_bytes)
+        return TakenBlob(digest=digest, size_bytes=size_bytes)
     await anyio.to_thread.run_sync(lambda: check_memory(box.records.memory()))
     said_bytes = announced_bytes(request)
     if said_bytes > settings.max_blob_bytes:
@@ -81,7 +126,7 @@ async def put_blob(
             size_bytes = upload.size_bytes
             await anyio.to_thread.run_sync(upload.commit)
         await anyio.to_thread.run_sync(taken.claim, {digest: size_bytes})
-    return BlobView(digest=digest, size_bytes=size_bytes)
+    return TakenBlob(digest=digest, size_bytes=size_bytes)
 
 
 def _own(box: Backing, caller: TokenInfo) -> OwnBlobs:

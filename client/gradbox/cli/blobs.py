@@ -1,0 +1,63 @@
+"""`gradbox blobs list | delete`: what this user has sent to the box."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from gradbox.cli.output import AsJson, complain, say, say_json, say_table
+from gradbox.cli.times import ago
+from gradbox.client import GradClient
+from gradbox.errors import BlobInUse
+
+
+def register(app: typer.Typer) -> None:
+    """Join the `gradbox` command."""
+    blobs = typer.Typer(help="the tensors that you have sent to the box", no_args_is_help=True)
+    blobs.command("list", help="your blobs, the one used last first")(list_blobs)
+    blobs.command("delete", help="delete blobs that no job needs")(delete_blobs)
+    app.add_typer(blobs, name="blobs")
+
+
+def list_blobs(*, json: AsJson = False) -> int:
+    """Print one line for each blob."""
+    with GradClient() as client:
+        views = sorted(client.blobs(), key=lambda view: view.used_s, reverse=True)
+    if json:
+        say_json([view.model_dump(mode="json") for view in views], indent=2)
+    elif views:
+        rows = [(view.digest, f"{view.size_bytes:,}", ago(view.used_s)) for view in views]
+        say_table([("DIGEST", "BYTES", "USED"), *rows])
+    else:
+        say("no blobs")
+    return 0
+
+
+def delete_blobs(
+    digests: Annotated[
+        list[str] | None, typer.Argument(metavar="DIGEST", help="as `blobs list` shows them")
+    ] = None,
+    *,
+    everything: Annotated[bool, typer.Option("--all", help="all that no job needs")] = False,
+    json: AsJson = False,
+) -> int:
+    """Delete each blob; 1 if a job needs one that was named."""
+    if everything == bool(digests):
+        raise typer.BadParameter("expected either digests or --all")
+    deleted, code = [], 0
+    with GradClient() as client:
+        for digest in digests or [view.digest for view in client.blobs()]:
+            try:
+                client.delete_blob(digest)
+            except BlobInUse as error:
+                if not everything:
+                    complain(error)
+                    code = 1
+                continue
+            deleted.append(digest)
+    if json:
+        say_json({"deleted": deleted})
+    else:
+        say(f"deleted {len(deleted)} blobs")
+    return code
