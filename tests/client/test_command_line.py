@@ -432,7 +432,7 @@ def test_a_mistyped_command_names_the_one_that_was_meant(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["jbos"]) == 2
-    assert "Did you mean 'jobs'?" in capsys.readouterr().err
+    assert "Did you mean 'jobs'" in capsys.readouterr().err
     assert main(["jobs", "lits"]) == 2
     assert "Did you mean 'list'?" in capsys.readouterr().err
 
