@@ -30,7 +30,7 @@
     ├── ServiceUnavailable              the box cannot be reached, or asks to come back later
     │   ├── BoxDraining                 the box takes no new jobs, because it is about to end
     │   ├── StorageFull                 the box's disk, or the owner's share of it, is full
-    │   └── TooManyRequests             more requests a second than one token may send
+    │   └── TooManyRequests             more requests than one user may send
     │       └── QueueFull               more waiting jobs than one owner may have
     └── ProtocolError                   the other side speaks something else
 
@@ -336,7 +336,7 @@ class StorageFull(ServiceUnavailable):
 
 
 class TooManyRequests(ServiceUnavailable):
-    """One token sent more requests than the box takes from it; `Retry-After` says when to go on."""
+    """One user sent, or has open, more requests than may be; `Retry-After` says when to go on."""
 
     code = "rate-limited"
     title = "Too many requests"

@@ -94,16 +94,18 @@ class Settings(BaseSettings):
     head_timeout_s: Seconds = 30.0
     """how long a request's headers may take"""
     body_timeout_s: Seconds = 60.0
-    """how long a request's body may be silent"""
+    """how long 64 KiB of a request's body or an answer may take, or what is left of it"""
 
     requests_per_s: Count = 300
-    """requests a second that one token may send; four times as many at once"""
+    """requests a second that one user may send; four times as many at once"""
     max_queued_jobs: Count = 1000
     """jobs of one user that may wait or run"""
     share_half_life_s: Annotated[float, Field(ge=60, allow_inf_nan=False)] = 6 * 3600.0
     """when a used device second counts half in whose turn it is"""
     max_event_streams: Count = 200
     """event streams that one user may have open"""
+    max_transfers: Count = 100
+    """uploads and downloads that one user may have open"""
     max_timeout_s: Seconds = 24 * 3600.0
     """longest `timeout_s` that a job may ask for"""
 

@@ -7,6 +7,7 @@ import json
 import socket
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -218,6 +219,46 @@ def _silent_connections(target: Target) -> None:
     finally:
         for connection in connections:
             connection.close()
+
+
+@attack(
+    "request: downloads that nobody reads",
+    tries="400 downloads of 64 MB by one user, of which not a byte is read",
+    must="429 for most; the service takes 50 MB for them at most, others' jobs run, and after the "
+    "limit (60 s; here 5) none is open",
+    slow=True,
+)
+def _unread_downloads(target: Target) -> None:
+    with ExitStack() as stack:
+        patience = {"GRADBOX_BODY_TIMEOUT_S": "5"}
+        own = stack.enter_context(own_box(models=["plain", "wide"], environment=patience))
+        job = own.job(own.eve, model="wide")
+        assert own.ended(own.eve, job)["state"] == "done"
+        own.still_works()
+        (service,) = own.box.processes("service")
+        before = _peak_begins(service.pid)
+        ask = request(own, path=f"/v1/jobs/{job}/result", method="GET")
+        connections = []
+        for _ in range(400):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", own.box.port)))
+            connection.sendall(ask)
+            connections.append(connection)
+        own.still_works()
+        begun = time.monotonic()
+        while _files_of_results(service.pid):
+            assert time.monotonic() - begun < 60.0
+            time.sleep(0.1)
+        taken = _resident_bytes(service.pid, peak=True) - before
+        assert taken < 50 * MIB, f"the service took {taken / MIB:.0f} MB"
+        codes = [statuses(connection.recv(64)) for connection in connections]
+        assert codes.count([429]) >= 300, codes.count([429])
+        assert own.eve.head(f"/v1/jobs/{job}/result").status_code == 200
+
+
+def _files_of_results(pid: int) -> list[Path]:
+    return [
+        file for file in Path(f"/proc/{pid}/fd").iterdir() if "/results/" in str(file.resolve())
+    ]
 
 
 # --- parameters ----------------------------------------------------------------------------------

@@ -124,6 +124,18 @@ def answer_of(connection: socket.socket, *, within_s: float = 60.0) -> bytes:
     return said
 
 
+def unread(service: Service, path: str, token: str, *, num_requests: int = 1) -> socket.socket:
+    """Ask for what is at a path, and read nothing of it: the kernel takes little in our place."""
+    host, port = service.url.rpartition("/")[2].split(":")
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.settimeout(30.0)
+    connection.connect((host, int(port)))
+    request = f"GET {path} HTTP/1.1\r\nHost: box\r\nAuthorization: Bearer {token}\r\n\r\n"
+    connection.sendall(request.encode() * num_requests)
+    return connection
+
+
 def next_status(connection: socket.socket) -> int:
     """Return the status of the next response, read to its end; the connection may go on."""
     response = http.client.HTTPResponse(connection)

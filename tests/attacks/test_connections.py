@@ -1,20 +1,42 @@
-"""Heads without end, requests that are never finished: nobody is kept waiting for the others."""
+"""Heads without end, requests never finished, answers never read: nobody waits for the others."""
 
 from __future__ import annotations
 
 import json
+import os
+import resource
 import socket
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
-from tests.attacks.services import Service, answer_of, next_status, status_of, while_live
-from tests.service.boxes import submit
+from gradbox_service.settings import Settings
+from tests.attacks.services import (
+    Service,
+    answer_of,
+    next_status,
+    running,
+    status_of,
+    unread,
+    while_live,
+)
+from tests.service.boxes import run_job, submit
 
 KIB, MIB = 2**10, 2**20
 HEAD = b"GET /livez HTTP/1.1\r\nHost: box\r\n"
 HEAD_LIMIT_BYTES = 64 * KIB
+PACE_BYTES = 64 * KIB
+RESULT_BYTES = 4 * MIB
+ESTABLISHED = "01"
+
+
+def is_held(connection: socket.socket) -> bool:
+    """Tell whether the service has not closed its end, whatever is still to be read on ours."""
+    port = f":{connection.getsockname()[1]:04X}"
+    ends = [line.split()[2:4] for line in Path("/proc/net/tcp").read_text().splitlines()]
+    return any(end.endswith(port) and state == ESTABLISHED for end, state in ends)
 
 
 def ask(service: Service, *parts: bytes) -> bytes:
@@ -190,11 +212,104 @@ def test_the_answer_under_way_is_not_followed_by_a_refusal(service: Service) -> 
 
 def test_a_slow_body_is_waited_for(service: Service) -> None:
     with service.connect() as connection:
-        connection.sendall(post_head(service, length=6))
-        for _ in range(6):  # longer in all than a body may be silent
+        connection.sendall(post_head(service, length=6 * PACE_BYTES))
+        for _ in range(6):  # longer in all than so much of a body may take
             time.sleep(0.4)
-            connection.sendall(b" ")
+            connection.sendall(b" " * PACE_BYTES)
         assert next_status(connection) == 422
+
+
+@pytest.mark.parametrize("call", ["POST /v1/jobs", "PUT /v1/blobs/" + "0" * 64])
+def test_a_body_that_dribbles_is_given_up(service: Service, call: str) -> None:
+    head = post_head(service, length=MIB).replace(b"POST /v1/jobs", call.encode())
+    begun = time.monotonic()
+    with service.connect() as connection, suppress(ConnectionError):
+        connection.sendall(head)
+        while not (answer := answer_of(connection, within_s=0.2)):
+            assert time.monotonic() - begun < 30.0
+            connection.sendall(b" ")
+    assert status_of(answer) == 408
+
+
+@pytest.fixture(scope="module")
+def result(service: Service) -> tuple[str, str]:
+    """The path of a result that no kernel takes whole, and its owner's token."""
+    job_id = submit(service.client_of("ann"))
+    run_job(service.backing, job_id, data=os.urandom(RESULT_BYTES))
+    return f"/v1/jobs/{job_id}/result", service.token_of("ann")
+
+
+def files_of_results(service: Service) -> list[str]:
+    """Return the result files that the service has open."""
+    folder = f"/proc/{service.process.pid}/fd"
+    found = []
+    for number in os.listdir(folder):
+        with suppress(FileNotFoundError):
+            found.append(os.readlink(f"{folder}/{number}"))
+    return [name for name in found if "/results/" in name]
+
+
+@pytest.mark.parametrize(
+    ("path", "num_requests"), [("", 1), ("/openapi.json", 200)], ids=["a download", "many answers"]
+)
+def test_an_answer_that_is_not_read_is_given_up(
+    service: Service, result: tuple[str, str], path: str, num_requests: int
+) -> None:
+    begun = time.monotonic()
+    with unread(service, path or result[0], result[1], num_requests=num_requests) as connection:
+        time.sleep(1.0)
+        assert len(files_of_results(service)) == (0 if path else 1)  # and it is open once
+        while is_held(connection) or files_of_results(service):
+            assert time.monotonic() - begun < 30.0
+            time.sleep(0.05)
+        received_bytes = len(answer_of(connection))
+    assert time.monotonic() - begun > 2.0
+    assert 0 < received_bytes < RESULT_BYTES
+
+
+def test_an_answer_that_is_read_slowly_is_sent_whole(
+    service: Service, result: tuple[str, str]
+) -> None:
+    with unread(service, *result) as connection:
+        received_bytes = 0
+        for _ in range(10):  # longer in all than so much of an answer may wait
+            time.sleep(0.4)
+            for _ in range(30):
+                received_bytes += len(connection.recv(PACE_BYTES))
+        received_bytes += len(answer_of(connection, within_s=1.5))
+    assert received_bytes > RESULT_BYTES
+
+
+def test_who_pipelines_and_hangs_up_leaves_no_traceback(
+    settings: Settings, result: tuple[str, str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    log, give_up = "", time.monotonic() + 60.0
+    with running(settings) as service:  # its log comes here
+        for _ in range(3):
+            with unread(service, *result, num_requests=5):
+                time.sleep(0.1)  # the first answer is on its way
+        while log.count(f"path={result[0]}") < 3 or files_of_results(service):
+            assert time.monotonic() < give_up, log
+            log += capfd.readouterr().err
+            time.sleep(0.05)
+    assert "Traceback" not in log + capfd.readouterr().err
+
+
+def test_no_file_left_to_open_is_503(service: Service, result: tuple[str, str]) -> None:
+    client = service.client_of("ann")
+    assert client.head(result[0]).status_code == 200
+    process = service.process.pid
+    before = resource.prlimit(process, resource.RLIMIT_NOFILE)
+    taken = set(map(int, os.listdir(f"/proc/{process}/fd")))
+    free = min(set(range(len(taken) + 1)) - taken)
+    resource.prlimit(process, resource.RLIMIT_NOFILE, (free, before[1]))
+    refused = client.get(result[0])
+    resource.prlimit(process, resource.RLIMIT_NOFILE, before)
+    assert refused.status_code == 503
+    assert refused.json()["category"] == "transient"
+    assert "files and connections" in refused.json()["detail"]
+    assert int(refused.headers["retry-after"]) > 0
+    assert client.get(result[0]).status_code == 200
 
 
 def test_hundreds_of_unfinished_requests_keep_nobody_waiting(service: Service) -> None:

@@ -22,6 +22,7 @@ from gradbox_service.http import openapi, problems
 from gradbox_service.http.bodies import Bodies
 from gradbox_service.http.event_hub import Hub
 from gradbox_service.http.heads import Heads
+from gradbox_service.http.open_requests import open_streams, open_transfers
 from gradbox_service.http.rates import Allowance, RateLimit
 from gradbox_service.http.request_ids import RequestIds
 from gradbox_service.http.routes import (
@@ -99,6 +100,8 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
     passed = PassedChanges()
     app.state.tell_dispatcher = passed.tell
     app.state.hub = Hub(stands_on.records, also_tell=app.state.board.note, pass_on=passed.pass_on)
+    app.state.streams = open_streams(settings)
+    app.state.transfers = open_transfers(settings)
     app.state.metrics = Metrics()
     app.state.dispatcher = Dispatcher(
         stands_on.records,

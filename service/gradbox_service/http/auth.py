@@ -15,6 +15,7 @@ import anyio.to_thread
 import redis
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi.security.utils import get_authorization_scheme_param
 from starlette.exceptions import HTTPException
 
 from gradbox.errors import JobNotFound, Unauthorized
@@ -44,10 +45,24 @@ Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
 def caller_of(request: Request, box: Box, credentials: Credentials) -> TokenInfo:
     """Return what is known of the request's token: `name` owns jobs and blobs.
 
+    The rate limit learns from `request.state.owner` whom the token or session counts as.
+
     Raises:
         Unauthorized: there is no token and no session, or it is nobody's.
         HTTPException: another site may have made a browser send this.
     """
+    try:
+        caller = _found(request, box, credentials)
+    except Unauthorized:
+        request.state.owner = None
+        raise
+    request.state.owner = caller.name
+    return caller
+
+
+def _found(
+    request: Request, box: Backing, credentials: HTTPAuthorizationCredentials | None
+) -> TokenInfo:
     if credentials is None and (secret := cookie_secret(request)):
         if request.method not in SAFE_METHODS:
             refuse_forged(request)
@@ -104,6 +119,12 @@ def cookie_name(request: Request) -> str:
 def cookie_secret(request: Request) -> str:
     """Return the secret of the session that the request's cookie names; "" if there is none."""
     return request.cookies.get(cookie_name(request), "")
+
+
+def secret_of(request: Request) -> str:
+    """Return the token that `caller_of` looks up, else the secret of the session; "" if neither."""
+    scheme, token = get_authorization_scheme_param(request.headers.get("authorization"))
+    return token if token and scheme.lower() == "bearer" else cookie_secret(request)
 
 
 def refuse_forged(request: Request) -> None:

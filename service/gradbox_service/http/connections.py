@@ -1,25 +1,34 @@
-"""Bounds what a connection may send before there is a request, and how slowly.
+"""Bounds what a connection may send before there is a request, and how slowly bytes move on it.
 
 uvicorn's httptools protocol knows no such bounds: httptools appends to a header that comes in many
-reads, which copies it each time, and nothing ends a request that is never finished. uvicorn's
-other implementation has a limit of 64 KiB, and half the throughput.
+reads, which copies it each time, and nothing ends a request that is never finished or an answer
+that is never read. uvicorn's other implementation has a limit of 64 KiB, and half the throughput.
 
     head      request line and headers: at most `max_head_bytes`, complete within `head_timeout_s`
-    body      never silent for `body_timeout_s`, unless the service itself does not read on
+    body      its end or `LEAST_BYTES` of it in each `body_timeout_s`, unless the service itself
+              does not read on
     trailers  and whatever else the parser makes nothing of: at most `max_head_bytes`, then ignored
+    answer    what waits to be sent goes at the pace of a body
+
+The server has every connection look at its own pace once a second (`close_if_slow`).
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from dataclasses import dataclass
 from enum import Enum, auto
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Final
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gradbox_service.http.problems import MEDIA_TYPE, plain_problem
+from gradbox_service.settings import KIB
+
+# The least that moves within `body_timeout_s`: about 1 KiB a second, which no line is too slow for.
+LEAST_BYTES: Final = 64 * KIB
 
 # A refused connection is read for this long and then closed: closed at once, the kernel would
 # answer what is still on its way with a reset, which destroys the refusal at the other side.
@@ -53,18 +62,30 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         # Received since the parser last completed a head, a piece of a body or a request.
         self._unparsed_bytes = 0
+        # Of a body, since the pace was last good enough.
+        self._body_bytes = 0
         self._heard_s = 0.0
-        self._timer: asyncio.TimerHandle | None = None
+        # What waited to be sent when the pace was last good enough.
+        self._unsent_bytes = 0
+        self._sent_s = 0.0
+        self._unanswered: deque[RequestResponseCycle] = deque()
         self._refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._heard_s = self.loop.time()
-        self._wait_on()
+        # Nothing is written behind what the client has not taken yet: it would only take memory.
+        # With 0 uvloop pauses writing over TLS for ever.
+        transport.set_write_buffer_limits(high=1)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_waiting()
+        for cycle in self._unanswered:  # uvicorn tells the last one alone
+            _tell_gone(cycle)
         super().connection_lost(exc)
+
+    def resume_writing(self) -> None:
+        self._unsent_bytes = 0
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
@@ -76,8 +97,6 @@ class BoundedProtocol(HttpToolsProtocol):
         super().data_received(data)
         if self._unparsed_bytes > self._limits.max_head_bytes:
             self._refuse_head()
-        elif self._timer is None and self._awaited is not Awaited.NOTHING and not self._refused:
-            self._wait_on()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, "bad-request", msg)
@@ -85,6 +104,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._head_bytes = 0
         super().on_message_begin()
+        self.scope["state"]["peer"] = self.client  # a proxy's headers change "client" as they like
 
     def on_url(self, url: bytes) -> None:
         self._head_bytes += len(url)
@@ -98,50 +118,58 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._unparsed_bytes = 0
-        self._stop_waiting()
         if self._head_bytes > self._limits.max_head_bytes:
             self._refuse_head()
         if not self._refused:
             self._awaited = Awaited.BODY
+            self._body_bytes = 0
             self._heard_s = self.loop.time()
             super().on_headers_complete()
+            self._unanswered.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         if not self._refused:
             self._unparsed_bytes = 0
-            self._heard_s = self.loop.time()
+            self._body_bytes += len(body)
+            if self._body_bytes >= LEAST_BYTES:
+                self._body_bytes = 0
+                self._heard_s = self.loop.time()
             super().on_body(body)
 
     def on_message_complete(self) -> None:
         if not self._refused:
             self._unparsed_bytes = 0
             self._awaited = Awaited.NOTHING
-            self._stop_waiting()
             super().on_message_complete()
 
-    def _wait_on(self) -> None:
-        """Look again when the time for what is awaited is over."""
+    def on_response_complete(self) -> None:
+        self._unanswered.popleft()
+        super().on_response_complete()
+
+    def close_if_slow(self) -> None:
+        """Close the connection if its client sends too slowly, or does not take its answer."""
+        now_s = self.loop.time()
+        if self._answer_is_slow(now_s):
+            self.transport.abort()  # to close it would be to wait until all is sent
+        elif self._awaited is not Awaited.NOTHING and not self.transport.is_closing():
+            self._refuse_if_slow(now_s)
+
+    def _answer_is_slow(self, now_s: float) -> bool:
+        unsent_bytes = self.transport.get_write_buffer_size()
+        moved_bytes = self._unsent_bytes - unsent_bytes
+        if not (self._unsent_bytes and unsent_bytes) or moved_bytes >= LEAST_BYTES:
+            self._unsent_bytes, self._sent_s = unsent_bytes, now_s
+        return now_s - self._sent_s >= self._limits.body_timeout_s
+
+    def _refuse_if_slow(self, now_s: float) -> None:
+        if self.flow.read_paused:  # what is awaited may have come long ago
+            self._heard_s = now_s
         head = self._awaited is Awaited.HEAD
         limit_s = self._limits.head_timeout_s if head else self._limits.body_timeout_s
-        left_s = self._heard_s + limit_s - self.loop.time()
-        self._timer = self.loop.call_later(max(0.0, left_s), self._on_time, limit_s)
-
-    def _stop_waiting(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _on_time(self, limit_s: float) -> None:
-        self._timer = None
-        if self.transport.is_closing():
-            return
-        if self.flow.read_paused:  # what is awaited may have come long ago
-            self._heard_s = self.loop.time()
-        if self.loop.time() - self._heard_s < limit_s:
-            self._wait_on()
-            return
-        what = "its headers" if self._awaited is Awaited.HEAD else "more of its body"
-        self._refuse(408, "request-timeout", f"the request did not send {what} for {limit_s:g} s")
+        if now_s - self._heard_s >= limit_s:
+            what = "its headers" if head else f"its end, or {LEAST_BYTES} bytes more of its body,"
+            detail = f"the request did not send {what} within {limit_s:g} s"
+            self._refuse(408, "request-timeout", detail)
 
     def _refuse_head(self) -> None:
         limit = self._limits.max_head_bytes
@@ -153,14 +181,11 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._refused:
             return
         self._refused = True
-        self._stop_waiting()
-        if self.cycle is not None and not self.cycle.response_complete:
-            if self.cycle.response_started or self.pipeline:
+        if self._unanswered:
+            if self._unanswered[0].response_started or self.pipeline:
                 self.transport.close()
                 return
-            # The app hears that its client has left; what it answers goes nowhere.
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
+            _tell_gone(self._unanswered[0])  # what the app answers goes nowhere
         text = plain_problem(status, code, detail).model_dump_json(exclude_none=True).encode()
         head = (
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: {MEDIA_TYPE}\r\n"
@@ -168,3 +193,9 @@ class BoundedProtocol(HttpToolsProtocol):
         )
         self.transport.write(head.encode() + text)
         self.loop.call_later(LINGER_S, self.transport.close)
+
+
+def _tell_gone(cycle: RequestResponseCycle) -> None:
+    """Have the app hear that its client has left."""
+    cycle.disconnected = True
+    cycle.message_event.set()

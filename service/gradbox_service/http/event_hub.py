@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -60,7 +60,6 @@ class Hub(RepeatingThread):
         self._waiting: Waiters = {}  # for the end alone
         # Of jobs that ended lately, the newest last: the record, where it is known.
         self._ends: OrderedDict[str, JobRecord | None] = OrderedDict()
-        self._num_open: Counter[str] = Counter()  # by who listens
         self._loop: asyncio.AbstractEventLoop | None = None
         self._cursor: str | None = None
 
@@ -75,24 +74,9 @@ class Hub(RepeatingThread):
         for waiters in (self._listeners, self._waiting):
             _wake(waiters, list(waiters))
 
-    def num_open(self, listener: str) -> int:
-        """Return how many streams somebody has open."""
-        return self._num_open[listener]
-
-    @contextmanager
-    def counted(self, listener: str) -> Iterator[None]:
-        """Count a stream of somebody's as open until the context ends."""
-        self._num_open[listener] += 1
-        try:
-            yield
-        finally:
-            self._num_open[listener] -= 1
-
-    async def listen(
-        self, job_id: str, *, after: str | None, listener: str = ""
-    ) -> AsyncIterator[Event]:
+    async def listen(self, job_id: str, *, after: str | None) -> AsyncIterator[Event]:
         """Yield the job's events behind `after`; end after the final one, or on `close`."""
-        with self.counted(listener), _registered(self._listeners, job_id) as woken:
+        with _registered(self._listeners, job_id) as woken:
             while not self._stopping.is_set():
                 woken.clear()
                 ended, events = await anyio.to_thread.run_sync(self._news, job_id, after)
@@ -104,18 +88,18 @@ class Hub(RepeatingThread):
                 await _wait(woken, within_s=REREAD_S)
 
     async def ended(
-        self, record: JobRecord, *, within_s: float, gone: asyncio.Future[None], listener: str = ""
+        self, record: JobRecord, *, within_s: float, gone: asyncio.Future[None]
     ) -> JobRecord:
         """Return the job's record at its end; as it is once `within_s` is over, or on `close`.
 
-        The wait takes no thread, and counts as an open stream.
+        The wait takes no thread.
 
         Args:
             gone: done once nobody waits any more, which ends the wait.
         """
         clock = asyncio.get_running_loop().time
         until_s = clock() + within_s
-        with self.counted(listener), _registered(self._waiting, record.id) as woken:
+        with _registered(self._waiting, record.id) as woken:
             gone.add_done_callback(lambda _: woken.set())
             has_news = record.id in self._ends
             while not (self._stopping.is_set() or gone.done()):

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Final
 
 from gradbox.errors import GradboxError
-from gradbox_service.settings import BadSettings, Settings
+from gradbox_service.settings import KIB, BadSettings, Settings
 
 BACKLOG = 2048
+# What the kernel takes of an answer beyond what is on its way.
+UNSENT_BYTES: Final = 128 * KIB
 # OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED.
 WRONG_DATES: Final = (9, 10)
 
@@ -34,6 +36,9 @@ def bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.socket(family, socket.SOCK_STREAM)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Its connections have the same. The kernel alone would take some MB that a client does not read
+    # yet, and would not tell for long that a slow one goes on reading.
+    found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
     try:
         found.bind((host, port))
         found.listen(BACKLOG)

@@ -82,7 +82,10 @@ JOB_REQUEST: Described = {
 }
 RESULT_REQUEST: Described = {
     "parameters": [
-        sent("range", "`bytes=0-99`, `bytes=100-`, `bytes=-100`; other units are ignored"),
+        sent(
+            "range",
+            "`bytes=0-99`, `bytes=100-`, `bytes=-100`; other units and several at once are ignored",
+        ),
         sent("if-range", "An ETag: all of the file is sent if it has another"),
         sent("if-none-match", "ETags: 304 if the file has one of them"),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -39,7 +40,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(ClientDisconnect, _disconnected)
     app.add_exception_handler(redis.RedisError, _redis_refuses)
-    app.add_exception_handler(OSError, _disk_refuses)
+    app.add_exception_handler(OSError, _system_refuses)
     app.add_exception_handler(Exception, _unexpected)
 
 
@@ -134,12 +135,19 @@ async def _redis_refuses(request: Request, error: Exception) -> Response:
     return problem_response(Problem.of(refused), request)
 
 
-async def _disk_refuses(request: Request, error: Exception) -> Response:
+async def _system_refuses(request: Request, error: Exception) -> Response:
     refusal = cast(OSError, error)
-    if refusal.errno not in DISK_REFUSES:
+    if refusal.errno in DISK_REFUSES:
+        room: Room = request.app.state.backing.blobs.room
+        return problem_response(Problem.of(room.refusal(refusal, what="this request")), request)
+    if refusal.errno not in (errno.EMFILE, errno.ENFILE):
         return await _unexpected(request, error)
-    room: Room = request.app.state.backing.blobs.room
-    return problem_response(Problem.of(room.refusal(refusal, what="this request")), request)
+    log.warning("request %s: %s; raise `ulimit -n`", request_id_of(request), error)
+    refused = ServiceUnavailable(
+        "the service has as many files and connections open as its system allows: try again in a "
+        "few seconds; the box's owner can raise its limit of open files (`ulimit -n`)"
+    )
+    return problem_response(Problem.of(refused), request)
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:

@@ -1,13 +1,13 @@
-"""How many requests a second one token may send.
+"""How many requests a second one owner may send.
 
-A token bucket for each bearer token, in this process: it holds four seconds' worth, so that a
-client may work in bursts. It stands before the routes, since refusing is to be cheap, and so it
-counts what was sent as a token, valid or not.
+A bucket for each owner, in this process: it holds four seconds' worth, so that a client may work in
+bursts. It stands before the routes, since refusing is to be cheap, and so it learns from their
+answers whose a token or a session is. Until then, and where it is nobody's, the request counts as
+one of the address that it came from.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections import OrderedDict
@@ -18,34 +18,36 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gradbox.errors import TooManyRequests
 from gradbox.protocol import Problem
+from gradbox_service.http.auth import secret_of
 from gradbox_service.http.problems import problem_response
+from gradbox_service.tokens import digest_of
 
 BURST_S = 4.0
-# Tokens remembered; a bucket that is forgotten is full again.
+# Senders and tokens remembered; a bucket that is forgotten is full again.
 MAX_BUCKETS = 10_000
 
 
 @dataclass
 class Bucket:
-    """What is left of a token's allowance, and when that was so."""
+    """What is left of a sender's allowance, and when that was so."""
 
     left: float
     at_s: float
 
 
 class Allowance:
-    """The buckets of all tokens."""
+    """The buckets of all senders: owners, and addresses of whom nobody knows."""
 
     def __init__(self, requests_per_s: float) -> None:
         self._rate = requests_per_s
-        self._buckets: OrderedDict[bytes, Bucket] = OrderedDict()
+        self._buckets: OrderedDict[str, Bucket] = OrderedDict()
 
-    def wait_s(self, key: bytes) -> float:
-        """Take one request from the key's bucket; return 0, or how long until it holds one."""
+    def wait_s(self, sender: str) -> float:
+        """Take one request from the sender's bucket; return 0, or how long until it holds one."""
         now = time.monotonic()
         full = self._rate * BURST_S
-        bucket = self._buckets.pop(key, None) or Bucket(full, now)
-        self._buckets[key] = bucket
+        bucket = self._buckets.pop(sender, None) or Bucket(full, now)
+        self._buckets[sender] = bucket
         if len(self._buckets) > MAX_BUCKETS:
             self._buckets.popitem(last=False)
         bucket.left = min(full, bucket.left + (now - bucket.at_s) * self._rate)
@@ -57,25 +59,32 @@ class Allowance:
 
 
 class RateLimit:
-    """ASGI middleware: refuses what a token, or a session, sends beyond its allowance.
+    """ASGI middleware: refuses what an owner sends beyond the allowance.
 
-    Probes carry neither.
+    Probes carry neither token nor session.
     """
 
     def __init__(self, app: ASGIApp, *, allowance: Allowance, requests_per_s: int) -> None:
         self._app = app
         self._allowance = allowance
         self._requests_per_s = requests_per_s
+        # By the hash of a token or of a session's secret.
+        self._owners: OrderedDict[str, str] = OrderedDict()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        token = _token(scope)
-        wait_s = self._allowance.wait_s(hashlib.sha256(token).digest()) if token else 0.0
+        secret = secret_of(Request(scope)) if scope["type"] == "http" else ""
+        if not secret:
+            await self._app(scope, receive, send)
+            return
+        digest = digest_of(secret)
+        wait_s = self._allowance.wait_s(self._owners.get(digest) or _address(scope))
         if not wait_s:
             await self._app(scope, receive, send)
+            self._learn(digest, scope)
             return
         problem = Problem.of(
             TooManyRequests(
-                f"this token sent more than {self._requests_per_s} requests a second for "
+                f"you sent more than {self._requests_per_s} requests a second for "
                 f"{BURST_S:g} s: wait, put small jobs together, or ask the box's owner to raise "
                 "--requests-per-s"
             )
@@ -84,9 +93,18 @@ class RateLimit:
         response = problem_response(problem, Request(scope), headers)
         await response(scope, receive, send)
 
+    def _learn(self, digest: str, scope: Scope) -> None:
+        """Remember whose the token or session is, where the answer took a look at it."""
+        if "owner" not in scope["state"]:
+            return
+        self._owners.pop(digest, None)
+        if (owner := scope["state"]["owner"]) is not None:
+            self._owners[digest] = owner
+            if len(self._owners) > MAX_BUCKETS:
+                self._owners.popitem(last=False)
 
-def _token(scope: Scope) -> bytes:
-    if scope["type"] != "http":
-        return b""
-    sent = dict(reversed(scope["headers"]))
-    return bytes(sent.get(b"authorization") or sent.get(b"cookie") or b"")
+
+def _address(scope: Scope) -> str:
+    """Return the address of the connection as a sender: with a space, which no owner's name has."""
+    host, _port = scope["state"].get("peer") or scope.get("client") or ("unknown", 0)
+    return f"address {host}"

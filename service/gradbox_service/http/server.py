@@ -28,10 +28,11 @@ log = logging.getLogger(__name__)
 
 
 OPEN_FILES: Final = 2**16
+TICKS_PER_S: Final = 10  # of uvicorn's server
 
 
 class Server(uvicorn.Server):
-    """Ends open event streams before it waits for connections to close.
+    """Closes connections that are too slow; ends event streams before it waits for connections.
 
     A stream of a job that waits would keep its connection, and so the server, for hours.
     """
@@ -40,6 +41,12 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._hub = hub
         self._board = board
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % TICKS_PER_S == 0:
+            for connection in tuple(self.server_state.connections):
+                cast(BoundedProtocol, connection).close_if_slow()
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._hub.close()
@@ -116,7 +123,7 @@ def _config(app: FastAPI, settings: Settings) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         # Whoever it is: X-Forwarded-Proto decides the name of a session's cookie and whether it is
-        # Secure, and nothing looks at the caller's address. A container's proxy has any address.
+        # Secure, and nothing looks at X-Forwarded-For. A container's proxy has any address.
         forwarded_allow_ips="*",
         ssl_certfile=settings.tls_cert,
         ssl_keyfile=settings.tls_key,

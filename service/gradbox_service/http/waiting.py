@@ -16,8 +16,9 @@ from fastapi import Request, Response
 from gradbox.protocol import JOB_AND_RESULT, JobView, joined
 from gradbox_service.backing import Backing
 from gradbox_service.http.event_hub import Hub
+from gradbox_service.http.open_requests import OpenRequests
 from gradbox_service.jobs import JobRecord
-from gradbox_service.settings import MIB, Settings
+from gradbox_service.settings import MIB
 
 # Longer waits would hold connections for little: the events are there for them.
 MAX_WAIT_S: Final = 30
@@ -38,14 +39,15 @@ async def waited_for(record: JobRecord, request: Request, *, listener: str) -> W
     Whoever has as many waits and event streams open as may be is answered at once.
     """
     hub: Hub = request.app.state.hub
-    settings: Settings = request.app.state.settings
+    streams: OpenRequests = request.app.state.streams
     wait_s = _preferred_wait_s(request)
-    if not wait_s or hub.num_open(listener) >= settings.max_event_streams:
+    if not wait_s or streams.full(listener):
         return Waited(record, None)
     if not record.state.final:
         gone = asyncio.ensure_future(_disconnected(request))
         try:
-            record = await hub.ended(record, within_s=wait_s, gone=gone, listener=listener)
+            with streams.one_more(listener):
+                record = await hub.ended(record, within_s=wait_s, gone=gone)
         finally:
             gone.cancel()
     return Waited(record, wait_s)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Annotated
 
 import anyio.to_thread
-from fastapi import APIRouter, HTTPException, Path, Query, Request, Response
+from fastapi import APIRouter, Depends, HTTPException, Path, Query, Request, Response
 from pydantic import BaseModel
 
 from gradbox.errors import BlobTooLarge
@@ -19,6 +19,7 @@ from gradbox_service.backing import Backing
 from gradbox_service.cleaning.cleaner import Cleaner
 from gradbox_service.http.auth import Box, Caller
 from gradbox_service.http.bodies import announced_bytes
+from gradbox_service.http.open_requests import transfer
 from gradbox_service.http.openapi import BLOB_BODY
 from gradbox_service.ownership import OwnBlobs
 from gradbox_service.settings import MIB, Settings
@@ -93,6 +94,7 @@ def has_blob(digest: Digest, box: Box, caller: Caller) -> Response:
         412: {"model": TakenBlob, "description": "Likewise, with `If-None-Match: *`"},
     },
     openapi_extra=BLOB_BODY,
+    dependencies=[Depends(transfer)],
 )
 async def put_blob(
     digest: Digest, request: Request, response: Response, box: Box, caller: Caller

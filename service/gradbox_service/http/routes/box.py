@@ -12,8 +12,7 @@ from gradbox_service.dashboard.board import Board
 from gradbox_service.dashboard.history import usage_seen_by
 from gradbox_service.dashboard.news import News
 from gradbox_service.http.auth import Box, Caller, Credentials, Listener
-from gradbox_service.http.event_hub import Hub
-from gradbox_service.http.routes.events import stream_allowed
+from gradbox_service.http.open_requests import stream
 
 router = APIRouter(prefix="/v1", tags=["box"])
 
@@ -28,7 +27,7 @@ async def one_box(request: Request, caller: Caller) -> BoxView:
 @router.get(
     "/box/events",
     response_class=EventSourceResponse,
-    dependencies=[Depends(stream_allowed)],
+    dependencies=[Depends(stream)],
 )
 async def box_events(
     request: Request, caller: Caller, box: Box, credentials: Credentials
@@ -39,20 +38,18 @@ async def box_events(
     the session is over that it was opened with.
     """
     board: Board = request.app.state.board
-    hub: Hub = request.app.state.hub
     listener = Listener(request, box=box, credentials=credentials)
     news: News | None = None
-    with hub.counted(caller.name):
-        async for picture in board.pictures():
-            if not await listener.is_known():
-                return
-            view = picture.seen_by(caller)
-            if news is None:
-                news = News(view)
-                yield ServerSentEvent(raw_data=view.model_dump_json(), event="box")
-                continue
-            for change in news.since(view):
-                yield ServerSentEvent(raw_data=change, event="change")
+    async for picture in board.pictures():
+        if not await listener.is_known():
+            return
+        view = picture.seen_by(caller)
+        if news is None:
+            news = News(view)
+            yield ServerSentEvent(raw_data=view.model_dump_json(), event="box")
+            continue
+        for change in news.since(view):
+            yield ServerSentEvent(raw_data=change, event="change")
 
 
 @router.get("/usage")

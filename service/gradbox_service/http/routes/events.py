@@ -8,38 +8,21 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Header, Request
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
-from gradbox.errors import TooManyRequests
-from gradbox_service.http.auth import Box, Caller, Credentials, Listener, VisibleJob
+from gradbox_service.http.auth import Box, Credentials, Listener, VisibleJob
 from gradbox_service.http.event_hub import Hub
-from gradbox_service.settings import Settings
+from gradbox_service.http.open_requests import stream
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
-
-
-async def stream_allowed(request: Request, caller: Caller) -> None:
-    """Check that the caller may open another stream: each takes a connection, and looks at Redis.
-
-    Raises:
-        TooManyRequests: as many are open as may be.
-    """
-    hub: Hub = request.app.state.hub
-    settings: Settings = request.app.state.settings
-    if hub.num_open(caller.name) >= settings.max_event_streams:
-        raise TooManyRequests(
-            f"{settings.max_event_streams} event streams of yours are open, as many as may be on "
-            f"this box: close some, or ask for the jobs' states by GET /v1/jobs"
-        )
 
 
 @router.get(
     "/{job_id}/events",
     response_class=EventSourceResponse,
-    dependencies=[Depends(stream_allowed)],
+    dependencies=[Depends(stream)],
 )
 async def job_events(
     request: Request,
     record: VisibleJob,
-    caller: Caller,
     box: Box,
     credentials: Credentials,
     last_event_id: Annotated[str | None, Header()] = None,
@@ -51,7 +34,7 @@ async def job_events(
     """
     hub: Hub = request.app.state.hub
     reader = Listener(request, box=box, credentials=credentials)
-    async for event in hub.listen(record.id, after=last_event_id, listener=caller.name):
+    async for event in hub.listen(record.id, after=last_event_id):
         if not await reader.is_known():
             return
         yield ServerSentEvent(raw_data=event.data, event=event.kind, id=event.id)

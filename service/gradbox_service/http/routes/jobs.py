@@ -6,6 +6,7 @@ import heapq
 import math
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import islice
 from typing import Annotated
@@ -28,6 +29,7 @@ from gradbox_service.http.auth import (
 )
 from gradbox_service.http.bodies import Bodies, announced_bytes
 from gradbox_service.http.multipart import MAX_BODY_BYTES, Parts, is_form, read_parts
+from gradbox_service.http.open_requests import OpenRequests
 from gradbox_service.http.openapi import JOB_ANSWER, JOB_REQUEST, MAX_KEY_LENGTH, PREFER
 from gradbox_service.http.waiting import answer_with, waited_for
 from gradbox_service.jobs import JobRecord, Mark
@@ -65,9 +67,12 @@ async def post_job(request: Request, credentials: Credentials) -> Response:
     form = is_form(content_type)
     parent = read_traceparent(request.headers.get("traceparent"))
     known = None
-    if not 0 < announced_bytes(request) <= RECEIVED_UNASKED_BYTES:
-        known = await anyio.to_thread.run_sync(caller_of, request, box, credentials)
-    with SPANS.span("accept", parent=parent) as span:
+    with ExitStack() as while_received:
+        if not 0 < announced_bytes(request) <= RECEIVED_UNASKED_BYTES:
+            known = await anyio.to_thread.run_sync(caller_of, request, box, credentials)
+            transfers: OpenRequests = request.app.state.transfers
+            while_received.enter_context(transfers.one_more(known.name))
+        span = while_received.enter_context(SPANS.span("accept", parent=parent))
 
         def accept(body: bytes) -> tuple[JobRecord, TokenInfo]:
             caller = known or caller_of(request, box, credentials)

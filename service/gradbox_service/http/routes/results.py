@@ -2,74 +2,108 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from email.utils import formatdate
 from functools import partial
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Final
 
-from fastapi import APIRouter, Request, Response
-from fastapi.responses import FileResponse
+import anyio.to_thread
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from gradbox.errors import BlobRejected, ResultGone, ResultNotReady
 from gradbox.protocol import JobState, Receipt, ResultView
 from gradbox.tensors.checksums import read_checked_header
+from gradbox_service.backing import Backing
 from gradbox_service.http.auth import Box, Caller, VisibleJob
+from gradbox_service.http.open_requests import transfer
 from gradbox_service.http.openapi import RESULT_ANSWERS, RESULT_REQUEST
 from gradbox_service.http.problems import plain_problem, problem_response
 from gradbox_service.jobs import JobRecord
-from gradbox_service.settings import MIB
+from gradbox_service.settings import KIB
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
+PIECE_BYTES: Final = 64 * KIB
 # As many digits as `int` reads, and more than any file has.
 _RANGE = re.compile(r"\s*(?:([0-9]{1,1000})\s*-\s*([0-9]{0,1000})|-\s*([0-9]{1,1000}))\s*")
 
 
-class ResultResponse(FileResponse):
-    """Sends a file that is open: it may be removed before its last byte is sent, or its first.
+class ResultResponse(StreamingResponse):
+    """Sends a part of a file that is open: it may be removed before its last byte is sent.
 
-    `whole` sends all of it, whatever `Range` says. `fetched` is called once all of it was sent
-    to a client that was there to the last.
+    What a client does not take stays in the file: a piece waits in memory, and no more is read.
+    `sent` is called once all of it was sent to a client that was there to the last.
     """
 
-    chunk_size = MIB
-
     def __init__(
-        self, file: BinaryIO, *, whole: bool, fetched: Callable[[], None], **given: Any
+        self,
+        file: BinaryIO,
+        begin: int,
+        end: int,
+        *,
+        sent: Callable[[], None] = lambda: None,
+        **given: Any,
     ) -> None:
-        super().__init__(f"/dev/fd/{file.fileno()}", **given)
-        self._file = file
-        self._fetched = fetched
-        self.whole = whole
+        super().__init__(_pieces(file, begin, end), **given)
+        self._file, self._sent = file, sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self.whole:
-            kept = [(name, value) for name, value in scope["headers"] if name != b"range"]
-            scope = {**scope, "headers": kept}
         request = Request(scope, receive)
-        status = None
 
         async def noting(message: Message) -> None:
-            nonlocal status
-            status = message.get("status", status)
             is_last = message["type"] == "http.response.body" and not message.get("more_body")
             is_there = is_last and not await request.is_disconnected()
             await send(message)
-            if is_there and status == 200 and request.method == "GET":
-                self._fetched()
+            if is_there:
+                self._sent()
 
         with self._file:
             await super().__call__(scope, receive, noting)
+
+
+async def _pieces(file: BinaryIO, begin: int, end: int) -> AsyncIterator[bytes | memoryview]:
+    """Yield these bytes of a file; other requests have their turn between two pieces."""
+    while begin < end:
+        yield b""  # goes on once the client has taken the piece before
+        size_bytes = min(PIECE_BYTES, end - begin)
+        piece = _cached(file, begin, size_bytes)
+        if piece is None:
+            read = partial(os.pread, file.fileno(), size_bytes, begin)
+            piece = memoryview(await anyio.to_thread.run_sync(read))
+        else:
+            await asyncio.sleep(0)
+        if not piece:
+            return  # the file was cut short: the connection breaks, and the client hears of it
+        begin += len(piece)
+        yield piece
+
+
+def _cached(file: BinaryIO, begin: int, size_bytes: int) -> memoryview | None:
+    """Return bytes of a file that the system has in memory; None where it has to read them.
+
+    Reading all pieces in a thread takes a download twice as long.
+    """
+    if sys.platform != "linux":
+        return None
+    piece = bytearray(size_bytes)
+    try:
+        return memoryview(piece)[: os.preadv(file.fileno(), [piece], begin, os.RWF_NOWAIT)]
+    except OSError:  # not in memory, or the file system cannot tell
+        return None
 
 
 @router.head("/{job_id}/result", response_class=Response, include_in_schema=False)
 @router.get(
     "/{job_id}/result",
     response_class=Response,
+    dependencies=[Depends(transfer)],
     responses=RESULT_ANSWERS,
     openapi_extra=RESULT_REQUEST,
 )
@@ -84,41 +118,26 @@ def job_result(request: Request, record: VisibleJob, box: Box, caller: Caller) -
         headers["Last-Modified"] = formatdate(record.finished_s, usegmt=True)
     if _matches(request.headers.get("if-none-match", ""), etag):
         return Response(status_code=304, headers=headers)
-    path = box.results.path(record.id, attempt=record.attempt)
-    box.results.touch(record.id, attempt=record.attempt)
-    try:
-        file = path.open("rb")
-    except FileNotFoundError:
-        raise ResultGone(_gone(record)) from None
-    found = os.fstat(file.fileno())
-    if found.st_size != result.size_bytes:
-        raise ResultGone(
-            f"the result of job {record.id} has {found.st_size} of its {result.size_bytes} bytes "
-            f"left, as after a power cut; submit the job again"
-        )
-    if box.results.is_spoilt(record.id, attempt=record.attempt):
-        raise ResultGone(_damaged(record))
-    # HEAD knows no ranges, and a unit that is not ours is none of them (RFC 9110, section 14.2).
-    wanted = request.headers.get("range", "")
-    in_bytes = wanted.partition("=")[0].strip().lower() == "bytes"
-
-    def fetched() -> None:
-        if caller.name == record.owner:
-            box.results.note_fetched(record.id, attempt=record.attempt)
-
-    response = ResultResponse(
-        file,
-        whole=request.method == "HEAD" or not in_bytes,
-        fetched=fetched,
-        headers=headers,
-        media_type="application/octet-stream",
-        filename=f"{record.id}.safetensors",
-        stat_result=found,
-    )
-    of_this_file = (etag, response.headers["last-modified"])
-    if response.whole or request.headers.get("if-range", etag) not in of_this_file:
-        return response
-    return _refused_range(wanted, request, size_bytes=found.st_size) or response
+    span = _wanted_span(request, result.size_bytes, headers)
+    if isinstance(span, Response):
+        return span
+    file = _opened(record, result, box)
+    begin, end = span or (0, result.size_bytes)
+    headers |= {
+        "Accept-Ranges": "bytes",
+        "Content-Disposition": f'attachment; filename="{record.id}.safetensors"',
+        "Content-Length": str(end - begin),
+        "Content-Type": "application/octet-stream",
+    }
+    if request.method == "HEAD":
+        file.close()
+        return Response(headers=headers)
+    if span is None:
+        note = partial(box.results.note_fetched, record.id, attempt=record.attempt)
+        of_owner = {"sent": note} if caller.name == record.owner else {}
+        return ResultResponse(file, begin, end, headers=headers, **of_owner)
+    headers["Content-Range"] = f"bytes {begin}-{end - 1}/{result.size_bytes}"
+    return ResultResponse(file, begin, end, headers=headers, status_code=206)
 
 
 @router.get("/{job_id}/receipt")
@@ -157,6 +176,30 @@ def _result_of(record: JobRecord) -> ResultView:
     return record.result
 
 
+def _opened(record: JobRecord, result: ResultView, box: Backing) -> BinaryIO:
+    """Open a result's file, which is used now.
+
+    Raises:
+        ResultGone: it was removed, cut short or damaged.
+    """
+    box.results.touch(record.id, attempt=record.attempt)
+    try:
+        file = box.results.path(record.id, attempt=record.attempt).open("rb")
+    except FileNotFoundError:
+        raise ResultGone(_gone(record)) from None
+    found_bytes = os.fstat(file.fileno()).st_size
+    if found_bytes != result.size_bytes:
+        file.close()
+        raise ResultGone(
+            f"the result of job {record.id} has {found_bytes} of its {result.size_bytes} bytes "
+            f"left, as after a power cut; submit the job again"
+        )
+    if box.results.is_spoilt(record.id, attempt=record.attempt):
+        file.close()
+        raise ResultGone(_damaged(record))
+    return file
+
+
 def _gone(record: JobRecord) -> str:
     return (
         f"the result of job {record.id} is no longer on the box: it was deleted, or not read for "
@@ -184,15 +227,29 @@ def _matches(if_none_match: str, etag: str) -> bool:
     return etag in tags or tags == ["*"]
 
 
-def _refused_range(wanted: str, request: Request, *, size_bytes: int) -> Response | None:
-    """Return the refusal of a Range that cannot be served, so that it too is problem+json."""
-    found = [_RANGE.fullmatch(span) for span in wanted.partition("=")[2].split(",")]
+def _wanted_span(
+    request: Request, size_bytes: int, headers: Mapping[str, str]
+) -> tuple[int, int] | Response | None:
+    """Return the one range of bytes that is wanted, or its refusal; None where all is to be sent.
+
+    Args:
+        headers: of the answer: `If-Range` names its ETag or its date.
+    """
+    wanted = request.headers.get("range", "")
+    unit, _, spans = wanted.partition("=")
+    # HEAD knows no ranges, and a unit that is not ours is none of them (RFC 9110, section 14.2).
+    if request.method == "HEAD" or unit.strip().lower() != "bytes":
+        return None
+    of_this_file = (headers["ETag"], headers.get("Last-Modified"))
+    if request.headers.get("if-range", headers["ETag"]) not in of_this_file:
+        return None
+    found = [_RANGE.fullmatch(span) for span in spans.split(",")]
     if None in found:
         detail = f"expected a Range like bytes=0-99, bytes=100- or bytes=-100, got {wanted[:80]!r}"
         return problem_response(plain_problem(400, "bad-range", detail), request)
     bounds = [_bounds(span, size_bytes) for span in found if span is not None]
-    if all(0 <= begin < size_bytes and begin <= end for begin, end in bounds):
-        return None
+    if all(begin < end for begin, end in bounds):
+        return bounds[0] if len(bounds) == 1 else None  # several are more than anybody needs
     problem = plain_problem(
         416, "bad-range", f"the result has {size_bytes} bytes, got the Range {wanted[:80]!r}"
     )
@@ -200,7 +257,8 @@ def _refused_range(wanted: str, request: Request, *, size_bytes: int) -> Respons
 
 
 def _bounds(span: re.Match[str], size_bytes: int) -> tuple[int, int]:
+    """Return the first byte and the one behind the last; they are none where there are none."""
     begin, end, suffix = span.groups()
     if suffix is not None:
-        return (max(0, size_bytes - int(suffix)) if int(suffix) else size_bytes, size_bytes)
-    return (int(begin), int(end) if end else size_bytes)
+        return max(0, size_bytes - int(suffix)), size_bytes
+    return int(begin), min(int(end) + 1, size_bytes) if end else size_bytes
