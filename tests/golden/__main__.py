@@ -2,7 +2,7 @@
 
     python -m tests.golden save BEFORE.safetensors      on the code before a change
     python -m tests.golden compare BEFORE.safetensors   on the code after it: the largest difference
-    python -m tests.golden renew                        writes digests.json
+    python -m tests.golden renew                        writes digests.json and sketches.json
 
 A change that only moves code renews nothing. One that changes the last digits says so in its
 commit, with the largest relative difference, which is at most 1e-12.
@@ -16,7 +16,7 @@ import json
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.golden.results import DIGESTS, Arrays, digest, machine, problems
+from tests.golden.results import DIGESTS, SKETCHES, Arrays, digest, draws, machine, problems, sketch
 
 
 def main() -> None:
@@ -29,7 +29,12 @@ def main() -> None:
     results = {name: problem() for name, problem in problems().items()}
     if told.what == "renew":
         digests = {name: digest(arrays) for name, arrays in results.items()}
-        DIGESTS.write_text(json.dumps({"machine": machine(), "digests": digests}, indent=1) + "\n")
+        document = {"machine": machine(), "draws": draws(), "digests": digests}
+        DIGESTS.write_text(json.dumps(document, indent=1) + "\n")
+        lines = (
+            f"{json.dumps(name)}: {json.dumps(sketch(found))}" for name, found in results.items()
+        )
+        SKETCHES.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     elif told.what == "save":
         save_file(_flat(results), told.file)
     else:
