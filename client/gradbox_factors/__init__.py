@@ -4,7 +4,8 @@ It needs torch and nothing else of gradbox, so the engine and the client both im
 
 Read `term` first, then the kinds of terms: `outer`, `lookup`, `convolution`, `block`, and `total`,
 a sum of several. `factored` is a whole Jacobian of them, `gram` what two of them make; `hashing`
-and `dense_projection` project, `sums` adds over parameters, `packed` is the form in a file.
+and `dense_projection` project, `multiplications` chooses the cheaper of two ways to a number,
+`slabs` cuts what is made at a time, `sums` adds over parameters, `packed` is the form in a file.
 """
 
 from gradbox_factors.block import Block, Positions, Zero

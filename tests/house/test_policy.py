@@ -25,6 +25,7 @@ IMPORT_S = 0.15
 
 # Shorter than that, each for the reason beside it.
 SHORT = {
+    "client/gradbox_factors/slabs.py": "how all kinds of terms cut what is read once",
     "worker/gradbox_worker/computations/factors.py": "what jobs, tests and benchmarks write alike",
     "service/gradbox_service/admission/forward.py": "the one check of a computation's own module",
     "service/gradbox_service/store/layout.py": "the folders that service and workers share",
