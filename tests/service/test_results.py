@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from gradbox_service.http.routes import results as route
 from gradbox_service.http.routes.results import ResultResponse
 from gradbox_service.jobs import JobRecord
 from gradbox_service.store.files import use_of
@@ -58,6 +59,16 @@ def eventually(holds: Callable[[], bool]) -> bool:
     while not holds() and time.monotonic() < deadline:
         time.sleep(0.01)
     return holds()
+
+
+def test_a_result_is_read_from_the_disk_where_it_is_not_in_memory(
+    memory_box: Box, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with memory_box.backing.results.path(url.split("/")[3], attempt=1).open("rb") as file:
+        in_memory = route._cached(file, 5, 100)
+    assert in_memory in (DATA[5:105], None)  # None where the file system cannot tell
+    monkeypatch.setattr(route, "_cached", lambda *_: None)
+    assert memory_box.client.get(url).content == DATA
 
 
 def test_head_tells_the_size(memory_box: Box, url: str) -> None:
@@ -110,8 +121,10 @@ def test_a_range_that_cannot_be_served_is_a_problem(
         assert answer.headers["content-range"] == f"bytes */{len(DATA)}"
 
 
-@pytest.mark.parametrize("wanted", ["lines=1-2", "lines", ""])
-def test_a_range_in_another_unit_is_ignored(memory_box: Box, url: str, wanted: str) -> None:
+@pytest.mark.parametrize("wanted", ["lines=1-2", "lines", "", "bytes=0-9,20-29"])
+def test_a_range_in_another_unit_and_several_are_ignored(
+    memory_box: Box, url: str, wanted: str
+) -> None:
     answer = memory_box.client.get(url, headers={"Range": wanted})
     assert (answer.status_code, answer.content) == (200, DATA)
 

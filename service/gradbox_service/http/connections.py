@@ -28,6 +28,7 @@ from gradbox_service.http.problems import MEDIA_TYPE, plain_problem
 from gradbox_service.settings import KIB
 
 # The least that moves within `body_timeout_s`: about 1 KiB a second, which no line is too slow for.
+# Of an answer it may have to be more: the kernel tells in steps (`listening.UNSENT_BYTES`).
 LEAST_BYTES: Final = 64 * KIB
 
 # A refused connection is read for this long and then closed: closed at once, the kernel would

@@ -14,8 +14,8 @@ from gradbox.errors import GradboxError
 from gradbox_service.settings import KIB, BadSettings, Settings
 
 BACKLOG = 2048
-# What the kernel takes of an answer beyond what is on its way.
-UNSENT_BYTES: Final = 128 * KIB
+# What the kernel takes of an answer beyond what is on its way; with less, downloads are slower.
+UNSENT_BYTES: Final = 256 * KIB
 # OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED.
 WRONG_DATES: Final = (9, 10)
 
@@ -36,8 +36,8 @@ def bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.socket(family, socket.SOCK_STREAM)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Its connections have the same. The kernel alone would take some MB that a client does not read
-    # yet, and would not tell for long that a slow one goes on reading.
+    # Its connections have the same. By itself the kernel takes some MB that a client does not read
+    # yet, and tells of a slow one that goes on reading only when it has read a third of them.
     found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
     try:
         found.bind((host, port))

@@ -38,7 +38,7 @@ _RANGE = re.compile(r"\s*(?:([0-9]{1,1000})\s*-\s*([0-9]{0,1000})|-\s*([0-9]{1,1
 class ResultResponse(StreamingResponse):
     """Sends a part of a file that is open: it may be removed before its last byte is sent.
 
-    What a client does not take stays in the file: a piece waits in memory, and no more is read.
+    What a client does not take stays in the file: two pieces wait in memory, and no more is read.
     `sent` is called once all of it was sent to a client that was there to the last.
     """
 
@@ -68,10 +68,9 @@ class ResultResponse(StreamingResponse):
             await super().__call__(scope, receive, noting)
 
 
-async def _pieces(file: BinaryIO, begin: int, end: int) -> AsyncIterator[bytes | memoryview]:
+async def _pieces(file: BinaryIO, begin: int, end: int) -> AsyncIterator[memoryview]:
     """Yield these bytes of a file; other requests have their turn between two pieces."""
     while begin < end:
-        yield b""  # goes on once the client has taken the piece before
         size_bytes = min(PIECE_BYTES, end - begin)
         piece = _cached(file, begin, size_bytes)
         if piece is None:
