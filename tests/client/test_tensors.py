@@ -96,7 +96,7 @@ def test_small_tensors_are_sent_together() -> None:
         ([1, 2], "return_tensors"),
         (None, "None"),
         (np.array([{}]), "object"),
-        (np.array(["a"]), "str"),
+        (np.array(["a"]), "tokenise texts first"),
         (torch.ones(2, dtype=torch.complex128), "complex128"),
         (torch.ones(2, 2).to_sparse(), "to_dense"),
         (torch.ones(2, device="meta"), "meta"),

@@ -172,7 +172,7 @@ def javascript(box: TestBox, url: str) -> str:
 
 def assert_as_python_has_it(box: TestBox, text: str) -> None:
     found = json.loads(text)
-    images = torch.tensor(found["images"]).view(16, 64)
+    images = torch.tensor(found["images"], dtype=torch.float64).view(16, 64)
     gradient = Gradient(
         model="digits",
         inputs=list(images.split(8)),
@@ -183,7 +183,9 @@ def assert_as_python_has_it(box: TestBox, text: str) -> None:
     assert found["loss"] == pytest.approx(expected.loss, rel=1e-6)
     weight = expected.grads["0.weight"]
     assert found["shape"] == list(weight.shape)
-    torch.testing.assert_close(torch.tensor(found["gradient"]).view_as(weight), weight)
+    torch.testing.assert_close(
+        torch.tensor(found["gradient"], dtype=torch.float64).view_as(weight), weight
+    )
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no node on PATH")

@@ -56,17 +56,19 @@ def test_no_page_sends_what_the_dashboard_does(open_box: Box) -> None:
     assert "access-control-allow-credentials" not in asked_first(open_box, "prefer").headers
 
 
-def test_a_page_reads_refusals_too(open_box: Box) -> None:
-    stranger = client_with(open_box.transport, "gbx_no")
+@pytest.fixture
+def slow_box(tmp_path: Path) -> Iterator[Box]:
+    settings = Settings(data=tmp_path, cors_origin=(ORIGIN,), requests_per_s=1)
+    yield from serve(Backing.in_memory(tmp_path), settings)
+
+
+def test_a_page_reads_refusals_too(slow_box: Box) -> None:
+    stranger = client_with(slow_box.transport, "gbx_no")
     refused = stranger.get("/v1/jobs", headers={"Origin": ORIGIN})
     assert (refused.status_code, refused.headers[ALLOW]) == (401, ORIGIN)
-    codes = set()
-    for _ in range(2000):
+    while refused.status_code == 401:
         refused = stranger.get("/v1/jobs", headers={"Origin": ORIGIN})
-        codes.add(refused.status_code)
-        if refused.status_code == 429:
-            break
-    assert (codes, refused.headers[ALLOW]) == ({401, 429}, ORIGIN)
+    assert (refused.status_code, refused.headers[ALLOW]) == (429, ORIGIN)
 
 
 def test_other_pages_get_nothing(open_box: Box, memory_box: Box) -> None:

@@ -56,7 +56,7 @@ def test_a_connection_goes_on_after_head(redis_settings: Settings) -> None:
         ("/v1/jobs/j1", "GET, HEAD, DELETE"),
         ("/v1/jobs/j1/result", "GET, HEAD, DELETE"),
         ("/v1/jobs/j1/events", "GET"),
-        ("/v1/blobs/" + "0" * 64, "HEAD, PUT"),
+        ("/v1/blobs/" + "0" * 64, "HEAD, PUT, DELETE"),
         ("/v1/models/reload", "GET, HEAD, POST"),
         ("/", "GET, HEAD"),
     ],

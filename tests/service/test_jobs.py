@@ -186,6 +186,7 @@ def test_models_are_listed_and_looked_up(box: Box) -> None:
 def test_a_box_is_ready_once_a_worker_has_described_its_models(box: Box) -> None:
     assert box.client.get("/readyz").json() == {
         "ready": True,
+        "builds": "",
         "workers": 1,
         "models": ["tiny"],
         "mode": "running",
