@@ -96,8 +96,8 @@ def from_stated(model: ModelState, told: list[Any]) -> State:
         inside.values = None if parts is None else values
         changed[id(first.owner)] = inside
     lacks = any(
-        isinstance(inside, Entries) and (inside.values is None or LEFT_OUT in inside.values)
-        for inside in changed.values()
+        parts is None or any(not entry for _, *entry in parts)  # an array has no one `==`
+        for _, parts in told
     )
     return model.state_of(changed, lacks=lacks)
 
