@@ -11,7 +11,7 @@ import httpx
 import pytest
 from safetensors.numpy import save
 
-from gradbox.protocol import BoxChange, BoxView, DeviceMemory, UsageView
+from gradbox.protocol import BoxChange, BoxView, DeviceMemory, OperationView, UsageView
 from gradbox_service.dashboard.news import News
 from gradbox_service.dashboard.picture import MAX_WAITING
 from gradbox_service.jobs import Place, WorkerPresence
@@ -132,6 +132,13 @@ def test_a_pause_is_seen_by_all_and_told_to_those_who_look(box: Box) -> None:
     told = next(change.operation for change in stream.changes if change.operation)
     assert str(told) == "paused by root: new driver"
     assert seen(box.client).operation == told
+
+
+def test_a_mode_that_nobody_set_is_told_whole(memory_box: Box) -> None:
+    owner_of(memory_box).put("/v1/operation", json={"mode": "paused"})
+    paused = seen(memory_box.client)
+    (text,) = News(paused).since(paused.model_copy(update={"operation": OperationView()}))
+    assert json.loads(text)["operation"]["mode"] == "running"
 
 
 def test_what_waits_shows_when_it_begins(memory_box: Box) -> None:

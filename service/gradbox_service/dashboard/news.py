@@ -83,4 +83,5 @@ def _lists(view: BoxView) -> list[str]:
         BoxChange(begins_s=[job.begins_s and round(job.begins_s) for job in waiting]),
         BoxChange(operation=view.operation),
     )
-    return [change.model_dump_json(exclude_unset=True) for change in changes]
+    # Each whole: a page puts what it is told in the place of what it had.
+    return [change.model_dump_json(include=change.model_fields_set) for change in changes]
