@@ -17,8 +17,7 @@ from benchmarks.cluster.scale import ENOUGH, NETWORKS, Assumed, Point, ShardCost
 from benchmarks.page import MIB, section, table
 from benchmarks.set_loss.workloads import SEED, Workload
 from gradbox.losses import BUILTIN
-from gradbox_engine import Group, Objective
-from gradbox_engine.ranges import Range, set_gradient_in_ranges
+from gradbox_engine import Group, Objective, set_gradient
 from gradbox_engine.requests import Phase
 
 NUM_SHARDS: Final = 10**6
@@ -79,9 +78,8 @@ def measure_costs(plan: ScalePlan) -> ShardCosts:
     found, steps = {}, _Steps()
     for retain in (0, 0, KEEP_ALL):  # the first call pays for what is imported and planned
         steps.at.clear()
-        found[retain] = set_gradient_in_ranges(
+        found[retain] = set_gradient(
             encoder,
-            [Range(0, 1, 0, number)],
             groups,
             Objective(function=_loss, inputs={}, parameters={}),
             retain=retain,

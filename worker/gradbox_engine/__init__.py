@@ -21,23 +21,24 @@ from gradbox_engine.errors import (
 from gradbox_engine.mixed import mixed_gradient
 from gradbox_engine.model.calling.blame import is_out_of_memory
 from gradbox_engine.model.calling.shard_rng import shard_stream
-from gradbox_engine.replay.gradient_at_cotangents import (
-    CotangentGradient,
-    FirstOutputs,
-    gradient_at_cotangents,
-)
 from gradbox_engine.replay.kept_graphs import KeptPass
-from gradbox_engine.replay.set_gradient import set_gradient
-from gradbox_engine.replay.set_outputs import SetOutputs, set_outputs
 from gradbox_engine.requests import (
     CallKeywords,
     CallOptions,
+    CotangentGradient,
     Group,
     MixedResult,
     Objective,
     Observer,
     Penalty,
     SetGradient,
+)
+from gradbox_engine.set_loss import (
+    FirstOutputs,
+    SetOutputs,
+    gradient_at_cotangents,
+    set_gradient,
+    set_outputs,
 )
 
 __all__ = [

@@ -135,30 +135,52 @@ class CallOptions:
 
 
 @dataclass(frozen=True)
-class SetGradient:
-    """dL/dθ and how it was computed.
+class RangeRun:
+    """How one range of a job's shards went."""
+
+    start: int
+    stop: int
+    forward_s: float
+    replay_s: float
+    devices_lost: int
+    retained: int  # shards whose graphs were kept for the replay, or are for that of a later job
+    rerun_difference: float  # largest |z' − z| / max |z| of a shard between two devices
+
+
+@dataclass(frozen=True, kw_only=True)
+class CotangentGradient:
+    """dL/dθ for given cotangents of all shards, and how the replay went.
 
     `unreached` names gradients that are zeros because no path leads from the loss to the parameter.
-    `buffers` are the model's buffers advanced once per shard. `replay_difference` is the largest
-    |z' − z| over a shard, relative to that shard's largest |z|.
+    `replay_difference` is the largest |z' − z| over a shard, relative to that shard's largest |z|.
     """
 
-    loss: float
     grads: dict[str, Tensor]
     unreached: tuple[str, ...]
-    shards: dict[str, int]  # shards of each group
     retained: int  # shards whose graph was kept from the first pass
     replayed: int  # shards that were run a second time; the others had a cotangent of zero
     replay_difference: float
     seconds: dict[Phase, float]
-    buffers: dict[str, Tensor] | None = None
-    outputs: dict[str, Z] | None = None  # by group, in the order in which the loss saw them
-    cotangents: dict[str, Z] | None = None  # likewise
+    ranges: tuple[RangeRun, ...]
     input_grads: dict[str, dict[str, tuple[Tensor, ...]]] | None = None
     """By group and argument name: one tensor per shard."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class SetGradient(CotangentGradient):
+    """dL/dθ and how it was computed.
+
+    `buffers` are the model's buffers advanced once per shard.
+    """
+
+    loss: float
+    shards: dict[str, int]  # shards of each group
+    buffers: dict[str, Tensor] | None = None
+    outputs: dict[str, Z] | None = None  # by group, in the order in which the loss saw them
+    cotangents: dict[str, Z] | None = None  # likewise
+
+
+@dataclass(frozen=True, kw_only=True)
 class MixedResult:
     """dt/dy and how it was computed.
 
@@ -175,6 +197,7 @@ class MixedResult:
     fallbacks: dict[str, int]
     replay_difference: float
     seconds: dict[Phase, float]
+    ranges: tuple[RangeRun, ...]
     dfdz: Tensor | None = None  # shards along dim 0, in the order in which `outer` saw them
 
 

@@ -21,14 +21,12 @@ from gradbox_engine.ranges import (
     RangeCotangents,
     RangeGradient,
     RangeOutputs,
-    SplitGradient,
     added,
     cut,
-    held_job,
-    set_gradient_in_ranges,
-    split_set_gradient,
 )
-from gradbox_engine.ranges.in_process import done
+from gradbox_engine.ranges.one_device import done
+from gradbox_engine.ranges.split_job import between_phases
+from gradbox_engine.set_loss import held_job, set_gradient, split_set_gradient
 from tests.cases import Case
 from tests.device import DEVICE, same_bits
 from tests.engine.replay.running import question
@@ -44,13 +42,12 @@ def even(groups: Sequence[Group], num_ranges: int) -> tuple[Range, ...]:
 
 def in_ranges(
     case: Case, num_ranges: int, model: nn.Module | None = None, **terms: Any
-) -> SplitGradient:
+) -> SetGradient:
     """Let one device answer a case in ranges; `terms` override the case's own."""
     groups, objective, told = question(case)
     model = (model or case.model()).to(DEVICE)
-    return set_gradient_in_ranges(
-        model, even(groups, num_ranges), groups, objective, **(told | terms)
-    )
+    parts = even(groups, num_ranges)
+    return set_gradient(model, groups, objective, ranges=parts, **(told | terms))
 
 
 def on_devices(
@@ -60,7 +57,7 @@ def on_devices(
     num_spare: int = 1,
     dies: Mapping[int, str] = {},
     **terms: Any,
-) -> tuple[SplitGradient, Devices]:
+) -> tuple[SetGradient, Devices]:
     """Let several devices answer a case, a range on each, with some to spare.
 
     Args:
@@ -137,6 +134,12 @@ class Devices:
         if right[0] in self.dead:
             left, right = right, left
         return self.call("added", left[0], lambda: (left[0], added(left[1], right[1])))
+
+    def between_phases(self, step: Any, precision: Any) -> Any:
+        return between_phases(step, precision)
+
+    def tick(self, phase: Any, done: int, total: int) -> None:
+        """Nobody listens."""
 
     def fetched(self, sums: Any) -> Future[Any]:
         return self.call("fetched", sums[0], lambda: sums[1])

@@ -6,8 +6,9 @@ from collections import Counter, defaultdict
 
 import pytest
 
-from gradbox_engine.ranges import OneDevice, held_job, split_set_gradient
-from gradbox_engine.ranges.mixed import held_mixed, split_mixed_gradient
+from gradbox_engine.mixed import held_mixed, split_mixed_gradient
+from gradbox_engine.ranges import OneDevice
+from gradbox_engine.set_loss import held_job, split_set_gradient
 from tests.cases import CASES
 from tests.device import DEVICE, same_bits
 from tests.engine.interrupted import Kept, Killed, KilledAt, undisturbed

@@ -9,17 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from gradbox_engine import BadInputs, CoupledShards, FirstOutputs, Group, ReplayMismatch
-from gradbox_engine.ranges import (
-    GraphsBetweenJobs,
-    OneDevice,
-    SplitCotangentGradient,
-    SplitOutputs,
-    held_job,
-    split_gradient_at_cotangents,
-    split_set_outputs,
+from gradbox_engine import (
+    BadInputs,
+    CotangentGradient,
+    CoupledShards,
+    FirstOutputs,
+    Group,
+    ReplayMismatch,
+    SetOutputs,
 )
+from gradbox_engine.ranges import GraphsBetweenJobs, OneDevice
 from gradbox_engine.replay.retention import NONE_OLDER
+from gradbox_engine.set_loss import held_job, split_gradient_at_cotangents, split_set_outputs
 from tests.cases import CASES, Case
 from tests.device import DEVICE, same_bits
 from tests.engine.ranges.running import EXACT, Devices, even, held_by
@@ -36,9 +37,10 @@ NO_LOSS = ()
 
 def outputs_of(
     case: Case, num_ranges: int, *, dies: Mapping[int, str] = {}, **terms: Any
-) -> SplitOutputs:
+) -> SetOutputs:
     groups, told = _asked(case, terms)
-    with held_by(case, groups, NO_LOSS, num_ranges + 1, told | {"returns": ("buffers",)}) as jobs:
+    told |= {"returns": ("buffers",), "for_a_later_job": True}
+    with held_by(case, groups, NO_LOSS, num_ranges + 1, told) as jobs:
         return split_set_outputs(Devices(jobs, dies=dies), even(groups, num_ranges), groups)
 
 
@@ -50,7 +52,7 @@ def gradient_of(
     *,
     dies: Mapping[int, str] = {},
     **terms: Any,
-) -> SplitCotangentGradient:
+) -> CotangentGradient:
     groups, told = _asked(case, terms)
     with held_by(case, groups, NO_LOSS, num_ranges + 1, told) as jobs:
         return split_gradient_at_cotangents(

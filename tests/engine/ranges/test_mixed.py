@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from gradbox_engine import CoupledShards, ReplayMismatch
+from gradbox_engine import CoupledShards, MixedResult, ReplayMismatch
+from gradbox_engine.mixed import held_mixed, split_mixed_gradient
 from gradbox_engine.ranges import OneDevice
-from gradbox_engine.ranges.mixed import SplitMixed, held_mixed, split_mixed_gradient
 from tests.case_models import average_in_place
 from tests.device import DEVICE, same_bits
 from tests.engine.mixed.running import mixed_answer, mixed_question
@@ -33,7 +33,7 @@ NAMES = [
 
 def mixed_in_ranges(
     case: MixedCase, num_ranges: int, *, dies: Mapping[int, str] | None = None, **terms: Any
-) -> SplitMixed:
+) -> MixedResult:
     """Answer a case in ranges: on one device, or on one for each and one to spare, if some die."""
     group, inner, outer, told = mixed_question(case)
     told |= terms

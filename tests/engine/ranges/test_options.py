@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from gradbox_engine import BadInputs, BadOutput, Group, Objective, Penalty, set_gradient
-from gradbox_engine.ranges import Range, cut, held_job, set_gradient_in_ranges
+from gradbox_engine.ranges import Range, cut
+from gradbox_engine.set_loss import held_job
 from tests import case_models
 from tests.cases import CASES, spread
 from tests.device import DEVICE, same_bits
@@ -65,7 +66,7 @@ def test_samples_in_another_order_with_streams_of_their_own():
     told = {"mode": "train", "streams": "sample", "seed": 5, "output": "hidden"}
     model = case_models.transformer()
     one = set_gradient(model, groups, Objective(loss), **told)
-    found = set_gradient_in_ranges(model, even(groups, 3), groups, Objective(loss), **told)
+    found = set_gradient(model, groups, Objective(loss), ranges=even(groups, 3), **told)
     assert difference(found.grads, one.grads) <= EXACT
     assert found.loss == one.loss
 
@@ -79,8 +80,8 @@ def test_parameters_of_the_loss_may_be_named():
 @pytest.mark.parametrize("costs", [[1, 1, 1, 1, 1], [9, 1, 1, 1, 9]])
 def test_a_range_may_end_within_a_group(costs):
     groups, objective, told = question(CASES["two towers"]())
-    found = set_gradient_in_ranges(
-        CASES["two towers"]().model().to(DEVICE), cut(costs, 2), groups, objective, **told
+    found = set_gradient(
+        CASES["two towers"]().model().to(DEVICE), groups, objective, ranges=cut(costs, 2), **told
     )
     assert difference(found.grads, answer(CASES["two towers"]()).grads) <= EXACT
 
@@ -105,7 +106,7 @@ def test_shards_without_a_cotangent_are_not_replayed():
     groups, _, told = question(CASES["mlp"]())
     objective = Objective(lambda z: z[:4].square().sum())
     model = CASES["mlp"]().model().to(DEVICE)
-    found = set_gradient_in_ranges(model, even(groups, 3), groups, objective, **told)
+    found = set_gradient(model, groups, objective, ranges=even(groups, 3), **told)
     one = set_gradient(model, groups, objective, **told)
     assert (found.retained + found.replayed, found.unreached) == (1, one.unreached)
     assert difference(found.grads, one.grads) <= EXACT
@@ -158,8 +159,8 @@ def test_graphs_of_one_range_give_way_to_the_next():
     groups = [Group("z", [{"0": torch.full((2, 5), 0.1 * i).double()} for i in range(4)])]
     parts, objective = even(groups, 2), Objective(spread)
     model = _RunsOut().to(DEVICE)
-    found = set_gradient_in_ranges(model, parts, groups, objective, retain=10**9)
-    assert (found.retained, found.replayed) == (2, 2)
+    found = set_gradient(model, groups, objective, ranges=parts, retain=10**9)
+    assert (found.retained, found.replayed) == (1, 3)  # the last one's, which is used next
     one = set_gradient(model, groups, objective)
     assert difference(found.grads, one.grads) <= EXACT
 
@@ -186,13 +187,13 @@ def test_ranges_agree_on_the_shape_of_z():
     shards = [{"0": torch.zeros(2, 5).double()}, {"0": torch.zeros(2, 3, 5).double()}]
     groups = [Group("z", shards)]
     with pytest.raises(BadOutput, match=r"group 'z'.* from shard 1 and .* from shard 0"):
-        set_gradient_in_ranges(CASES["mlp"]().model(), even(groups, 2), groups, Objective(spread))
+        set_gradient(CASES["mlp"]().model(), groups, Objective(spread), ranges=even(groups, 2))
 
 
 def test_names_of_the_loss_are_its_own():
     groups, _, told = question(CASES["mlp"]())
     objective = Objective(spread, parameters={"0.bias": torch.nn.Parameter(torch.zeros(1))})
     with pytest.raises(BadInputs, match=r"0\.bias"):
-        set_gradient_in_ranges(
-            CASES["mlp"]().model().to(DEVICE), even(groups, 2), groups, objective, **told
+        set_gradient(
+            CASES["mlp"]().model().to(DEVICE), groups, objective, ranges=even(groups, 2), **told
         )

@@ -22,7 +22,7 @@ from gradbox_engine.per_sample import (
 )
 from gradbox_engine.per_sample.request import Request
 from gradbox_engine.ranges import Range, cut
-from gradbox_engine.ranges.in_process import done
+from gradbox_engine.ranges.one_device import done
 from gradbox_engine.ranges.samples import (
     OneSampleDevice,
     RangeSamples,

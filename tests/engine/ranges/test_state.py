@@ -11,15 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gradbox_engine import CoupledShards, Group, ModelCallFailed, Objective, set_gradient
-from gradbox_engine.ranges import (
-    NormStatistics,
-    NormUpdate,
-    held_job,
-    set_gradient_in_ranges,
-    split_set_gradient,
-)
-from gradbox_engine.ranges.in_process import OneDevice
+from gradbox_engine.ranges import NormStatistics, NormUpdate
 from gradbox_engine.ranges.norm_statistics import after
+from gradbox_engine.ranges.one_device import OneDevice
+from gradbox_engine.set_loss import held_job, split_set_gradient
 from tests.case_models import seeded
 from tests.cases import CASES, Case, whitening
 from tests.device import DEVICE, moved
@@ -258,7 +253,7 @@ def test_what_is_put_back_after_the_job_is_not_refused_while_the_model_is_held(o
     groups = [Group("z", [moved({"0": torch.arange(i, i + 3)}) for i in range(4)])]
     for _ in range(2):  # the first job, and one that only the version counter tells of
         job = (even(groups, 2), groups, Objective(lambda z: z.square().sum()))
-        found = set_gradient_in_ranges(table, *job, weights=weights)
+        found = set_gradient(table, *job[1:], ranges=job[0], weights=weights)
         expected = set_gradient(table, *job[1:], weights=weights)
         assert difference(found.grads, expected.grads) <= 1e-6
 

@@ -19,7 +19,7 @@ from gradbox_engine import (
     set_outputs,
 )
 from gradbox_engine.errors import BadInputs
-from gradbox_engine.replay.gradient_at_cotangents import CotangentGradient
+from gradbox_engine.requests import CotangentGradient
 from tests import case_models
 from tests.cases import CASES
 from tests.device import same_bits

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from gradbox_engine.model.calling.shard_feed import Position
-from gradbox_engine.model.prepared import prepared
+from gradbox_engine.model.prepared import Prepared, prepared
 from gradbox_engine.model.wrt import select
 from gradbox_engine.replay.cotangents import differentiate
-from gradbox_engine.replay.first_pass import first_pass
+from gradbox_engine.replay.first_pass import GraphCalls, first_pass
 from gradbox_engine.replay.gradient_sums import GradientSums
 from gradbox_engine.replay.replay import replay
 from gradbox_engine.replay.retention import GraphBudget
@@ -23,6 +23,11 @@ from tests.device import DEVICE, same_bits
 from tests.oracle import TOLERANCE, difference, naive
 
 
+def _first_pass(ready: Prepared, positions: Sequence[Position], records: list[ShardRecord]) -> None:
+    calls = GraphCalls(ready, len(positions) - len(records), budget=GraphBudget(0))
+    first_pass(ready, positions, records, calls, observer=Silent())
+
+
 def _resumed(case: Case, ranges: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
     """Run each phase range by range, every replay on a model that has not seen the first pass."""
     groups = [Group("z", case.groups["z"])]
@@ -32,7 +37,7 @@ def _resumed(case: Case, ranges: Sequence[Sequence[int]]) -> dict[str, torch.Ten
     with prepared(model, groups, select(model, case.wrt), terms) as ready:
         for shards in ranges:
             positions = [Position(0, shard) for shard in range(shards[-1] + 1)]
-            done = first_pass(ready, positions, done, budget=GraphBudget(0), observer=Silent())
+            _first_pass(ready, positions, done)
     records = [[done[shard] for shard in shards] for shards in ranges]
     outputs = {record.position: record.outputs for record in done}
     whole, num_rows = concatenated(groups, outputs)
@@ -76,7 +81,9 @@ def test_a_first_pass_can_go_on_elsewhere():
         model = case.model().to(DEVICE)
         positions = [Position(0, shard) for shard in range(num_shards)]
         with prepared(model, groups, select(model, None), terms) as ready:
-            return first_pass(ready, positions, done, budget=GraphBudget(0), observer=Silent())
+            records = list(done)
+            _first_pass(ready, positions, records)
+            return records
 
     whole = run(4)
     half = run(2)

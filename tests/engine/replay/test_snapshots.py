@@ -10,7 +10,7 @@ from gradbox_engine import Group, Objective, SetGradient, set_gradient
 from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.model.prepared import prepared
 from gradbox_engine.model.wrt import select
-from gradbox_engine.replay.first_pass import first_pass
+from gradbox_engine.replay.first_pass import GraphCalls, first_pass
 from gradbox_engine.replay.retention import GraphBudget
 from gradbox_engine.replay.shard_record import ShardRecord
 from gradbox_engine.requests import CallOptions, Penalty, Silent
@@ -128,7 +128,10 @@ def _records(model: nn.Module, mode: str = "train") -> list[ShardRecord]:
     groups = [Group("z", _shards())]
     positions = [Position(0, shard) for shard in range(NUM_SHARDS)]
     with prepared(model, groups, select(model, None), CallOptions(mode=mode)) as ready:
-        return first_pass(ready, positions, budget=GraphBudget(0), observer=Silent())
+        records: list[ShardRecord] = []
+        calls = GraphCalls(ready, NUM_SHARDS, budget=GraphBudget(0))
+        first_pass(ready, positions, records, calls, observer=Silent())
+        return records
 
 
 def test_what_does_not_change_is_kept_once():

@@ -23,7 +23,7 @@ from gradbox_engine.per_sample import CoupledSamples, jacobian
 from tests.device import DEVICE, REPLAYED, same_bits
 from tests.engine.interrupted import Kept, Killed, KilledAt
 from tests.engine.per_sample import naive as rows
-from tests.engine.ranges.running import even, set_gradient_in_ranges
+from tests.engine.ranges.running import even
 from tests.engine.replay.halves import first_outputs
 from tests.oracle import TOLERANCE, difference
 from tests.stateful_models import CACHING, STATEFUL, Naive, groups, loss, loss_of_some, naive_answer
@@ -141,7 +141,7 @@ def test_nor_are_single_shards(name):
 
 def _in_ranges(name: str, of: list[Group]) -> dict[str, Tensor]:
     model = STATEFUL[name].model()
-    return set_gradient_in_ranges(model, even(of, 2), of, Objective(loss), mode="train").grads
+    return set_gradient(model, of, Objective(loss), ranges=even(of, 2), mode="train").grads
 
 
 GOES_ON = [name for name, model in STATEFUL.items() if model.checkpointed]

@@ -1,5 +1,9 @@
-"""Second derivatives through a frozen model: dt/dy without a graph over shards."""
+"""Second derivatives through a frozen model: dt/dy without a graph over shards.
 
-from gradbox_engine.mixed.gradient import mixed_gradient
+Read `gradient`, the job on one page, then `held_passes`, what a device does with a shard.
+"""
 
-__all__ = ["mixed_gradient"]
+from gradbox_engine.mixed.gradient import mixed_gradient, split_mixed_gradient
+from gradbox_engine.mixed.held_passes import held_mixed
+
+__all__ = ["held_mixed", "mixed_gradient", "split_mixed_gradient"]

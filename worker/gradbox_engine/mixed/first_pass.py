@@ -1,15 +1,16 @@
-"""The first pass of a mixed gradient: vᵢ, aᵢ and dfdzᵢ of every shard, through its own graph."""
+"""The first calls of a mixed gradient: vᵢ, aᵢ and dfdzᵢ of a shard, through its own graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
+
+from torch import Tensor
 
 from gradbox_engine.errors import BadInputs
 from gradbox_engine.mixed.prepared import PreparedMixed
 from gradbox_engine.model.calling.outputs import Outputs
 from gradbox_engine.model.calling.shard_feed import Position
+from gradbox_engine.model.state.snapshots import Snapshot
 from gradbox_engine.replay.shard_record import ShardRecord
 
 SKETCH_ENTRIES = 4096
@@ -19,42 +20,26 @@ DFDZ = "dfdz"
 """What dfdz_i is called in a shard's record, beside the entries of v."""
 
 
-def first_pass(
-    job: PreparedMixed,
-    done: Sequence[ShardRecord],
-    *,
-    shards: Sequence[int] | None = None,
-    after_shard: Callable[[Sequence[ShardRecord]], None] = lambda _records: None,
-) -> list[ShardRecord]:
-    """Take v, a and dfdz of every shard, in order, each through its own graph.
+class DerivativeCalls:
+    """Takes v, a and dfdz of one shard after the other."""
 
-    Args:
-        done: what an earlier process did of it.
-        shards: consecutive ones; None takes all.
-        after_shard: called with the records so far.
-    """
-    if shards is None:
-        shards = range(len(job.ready.calls.groups[0].shards))
-    observer, num_shards = job.observer, len(shards)
-    buffers = job.ready.buffers
-    before = done[-1].after if done else buffers.first
-    buffers.restore(before)
-    records = list(done)
-    for shard, following in pairwise([*shards[len(done) :], None]):
-        assert shard is not None
-        observer.step("forward", len(records), num_shards)
-        position = Position(0, shard)
-        cotangents = partial(job.inner.cotangents, position)
-        outputs, dfdz = job.jacobians.transposed(position, cotangents)
-        after = buffers.advance(before)
+    def __init__(self, job: PreparedMixed) -> None:
+        self._job = job
+        self._first: Tensor | None = None
+
+    def __call__(self, position: Position, before: Snapshot, *, is_last: bool) -> ShardRecord:
+        """Return dfdz and a sketch of v; the graph is freed."""
+        cotangents = partial(self._job.inner.cotangents, position)
+        outputs, dfdz = self._job.jacobians.transposed(position, cotangents)
+        first = self._first = dfdz if self._first is None else self._first
+        if dfdz.shape[1:] != first.shape[1:] or dfdz.dtype != first.dtype:
+            raise BadInputs(
+                f"{self._job.ready.calls.where(position)}: expected the z of all shards to have "
+                f"one dtype and to differ in dim 0 alone, got {dfdz.dtype} {tuple(dfdz.shape)} "
+                f"after {first.dtype} {tuple(first.shape)}; pad them to one shape"
+            )
         kept = {**sketch(outputs), DFDZ: dfdz}
-        records.append(ShardRecord(position, kept, penalties=[], before=before, after=after))
-        _check_alike(job, records[0], records[-1])
-        before = after
-        after_shard(records)
-        job.ready.feed.prefetch(None if following is None else Position(0, following))
-    observer.step("forward", num_shards, num_shards)
-    return records
+        return ShardRecord(position, kept, penalties=[], before=before, after=before)
 
 
 def sketch(outputs: Outputs) -> Outputs:
@@ -64,13 +49,3 @@ def sketch(outputs: Outputs) -> Outputs:
         flat = value.detach().flatten()
         sketched[f"v/{name}"] = flat[:: max(1, flat.numel() // SKETCH_ENTRIES)].clone()
     return sketched
-
-
-def _check_alike(job: PreparedMixed, first: ShardRecord, record: ShardRecord) -> None:
-    one, other = first.outputs[DFDZ], record.outputs[DFDZ]
-    if one.shape[1:] != other.shape[1:] or one.dtype != other.dtype:
-        raise BadInputs(
-            f"{job.ready.calls.where(record.position)}: expected the z of all shards to have "
-            f"one dtype and to differ in dim 0 alone, got {other.dtype} {tuple(other.shape)} after "
-            f"{one.dtype} {tuple(one.shape)}; pad them to one shape"
-        )

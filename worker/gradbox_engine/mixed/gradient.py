@@ -9,18 +9,21 @@ dfdz_i = a_iᵀJ_i depends on y through a_i alone:
 
 so G is differentiated once, and only `inner` twice. There is no constant: no 1/N.
 
-    forward      v_i, a_i and dfdz_i, through the graph of one shard
-    cotangents   t and u_i
-    replay       J_i u_i by forward mode, and its contraction's gradient
+    each range r    v_i, a_i and dfdz_i, through the graph of one shard     RangeDevice.forward
+    here            t and u_i
+    each range r    J_i u_i by forward mode, and its contraction's gradient   RangeDevice.replay
+    in a tree       the sum over ranges                                     Devices.added
+
+On one device there is one range. ∂outer/∂y is what the sum of range 0 begins with.
 
 The forward-mode product is the R-operator of Pearlmutter 1994, "Fast Exact Multiplication by the
 Hessian", section 3; here it meets G's first derivative alone.
 
 Cost, with F and B one call of G and its backward with respect to z, and a tangent about as dear as
-a call: N(3F + B). Double backward takes N(2F + B′), B′ > B being a backward that records itself.
-Memory beyond the model: in the first pass one shard's graph, in the
-tangent pass none; dfdz and ∂t/∂dfdz; of v, which may be much larger than z, only some entries, to
-compare with.
+a call: N(3F + B), divided among the devices, and for every range but the first at most one forward
+more, see `independence`. Double backward takes N(2F + B′), B′ > B being a backward that records
+itself. Memory beyond the model: in the first pass one shard's graph, in the tangent pass none; dfdz
+and ∂t/∂dfdz; of v, which may be much larger than z, only some entries, to compare with.
 
 Checked at run time: the tangent pass gives the first pass's v, and ⟨a_i, J_i u_i⟩ = ⟨dfdz_i, u_i⟩.
 
@@ -30,28 +33,36 @@ graph does not fit is not split.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from functools import partial
+from collections import Counter
+from collections.abc import Collection, Sequence
 from typing import Unpack
 
+import torch
 from torch import Tensor, nn
 
-from gradbox_engine.checkpoint import Checkpoints
+from gradbox_engine.checkpoint import Checkpoints, NoCheckpoints
 from gradbox_engine.errors import BadInputs
-from gradbox_engine.mixed.first_pass import first_pass, sketch
-from gradbox_engine.mixed.outer import differentiate_outer
-from gradbox_engine.mixed.prepared import prepared_mixed
-from gradbox_engine.mixed.sums import LeafSums
-from gradbox_engine.mixed.tangents import TangentProgress, tangent_pass
-from gradbox_engine.replay.checkpoint import JobCheckpoint
+from gradbox_engine.mixed.held_passes import DirectionsOfRange, held_mixed
+from gradbox_engine.mixed.outer import OuterDifferentiated, outer_at
+from gradbox_engine.mixed.tangents import largest_product
+from gradbox_engine.model.calling.outputs import BARE
+from gradbox_engine.model.kernels import differentiable_kernels
+from gradbox_engine.ranges.joining import joined, joined_rows, range_cotangents
+from gradbox_engine.ranges.one_device import OneDevice, one_range
+from gradbox_engine.ranges.protocol import HOST, Devices, Range, RangeOutputs
+from gradbox_engine.ranges.reduction import completed
+from gradbox_engine.ranges.split_job import SplitJob
 from gradbox_engine.replay.phase_timer import PhaseTimer
+from gradbox_engine.replay.z import ShardRows
 from gradbox_engine.requests import (
     CallKeywords,
+    CallOptions,
     Group,
     MixedResult,
     MixedReturned,
     Objective,
     Observer,
+    Silent,
 )
 
 
@@ -86,39 +97,116 @@ def mixed_gradient(
         EngineError: see `errors`; each says what was expected, what came, and what to do.
         torch.OutOfMemoryError: one shard's graph does not fit.
     """
-    leaves = _leaves(inner, outer)
-    with prepared_mixed(model, group, inner, leaves, z=z, observer=observer, **options) as job:
-        sums = LeafSums(leaves)
-        checkpoint = JobCheckpoint(checkpoints, job.ready, sums, compared=sketch)
-        resumed = checkpoint.resumed()
-        progress = TangentProgress.of(resumed.second)
-        clock = PhaseTimer(*job.ready.devices)
-        with clock.timed("forward"):
-            first = first_pass(job, resumed.records, after_shard=checkpoint.after_first_call)
-        with clock.timed("cotangents"):
-            differentiated = differentiate_outer(job, outer, first)
-        if not progress.num_done:
-            sums.add(differentiated.direct)
-        with clock.timed("replay"):
-            tangent_pass(
-                job,
-                first,
-                differentiated.directions,
-                sums,
-                progress=progress,
-                after_shard=partial(checkpoint.after_second_call, first),
-            )
+    with held_mixed(
+        model,
+        group,
+        inner,
+        _leaves(inner, outer),
+        z=z,
+        observer=observer,
+        checkpoints=lambda _: checkpoints or NoCheckpoints(),
+        **options,
+    ) as job:
+        return split_mixed_gradient(
+            OneDevice(job),
+            one_range([group]),
+            group,
+            outer,
+            returns=returns,
+            device=job.device,
+            observer=observer,
+            **options,
+        )
+
+
+def split_mixed_gradient(
+    devices: Devices,
+    parts: Sequence[Range],
+    group: Group,
+    outer: Objective,
+    *,
+    returns: Collection[MixedReturned] = (),
+    device: torch.device = HOST,
+    observer: Observer | None = None,
+    **options: Unpack[CallKeywords],
+) -> MixedResult:
+    """Return dt/dy; the arguments are those of `mixed_gradient` and of `split_set_gradient`.
+
+    Args:
+        devices: each holds the job ready, see `held_mixed`.
+        outer: runs here.
+
+    Raises:
+        CoupledShards: the shards cannot be split; the job needs one range.
+        DeviceLost: no device is left, or one range has lost too many.
+        EngineError: see `mixed_gradient`.
+    """
+    call_options, observer, clock = CallOptions(**options), observer or Silent(), PhaseTimer(device)
+    job = SplitJob(devices, parts, [group], precision=call_options.precision)
+    with clock.timed("forward"):
+        gathered = job.forward()
+    with clock.timed("cotangents"):
+        observer.step("cotangents", 0, 1)
+        differentiated, directions = devices.between_phases(
+            lambda: _directions(gathered, parts, group, outer, call_options, device=device),
+            call_options.precision,
+        )
+        observer.step("cotangents", 1, 1)
+    with clock.timed("replay"):
+        tangents = job.replay(directions)
+        sums = job.total()
+    parameters = tangents[0].parameters
+    fallbacks: Counter[str] = Counter()
+    for of_range in tangents:
+        fallbacks.update(of_range.fallbacks)
     return MixedResult(
         value=differentiated.value,
-        grads=sums.named(),
-        unreached=sums.unreached(),
+        grads=completed(sums, parameters, device=device),
+        unreached=tuple(name for name in parameters if name not in sums),
         shards={group.name: len(group.shards)},
-        tangents=progress.num_done,
-        fallbacks=progress.fallbacks,
-        replay_difference=progress.difference,
+        tangents=sum(of_range.replayed for of_range in tangents),
+        fallbacks=dict(fallbacks),
+        replay_difference=max(of_range.replay_difference for of_range in tangents),
         seconds=clock.seconds,
+        ranges=job.runs(),
         dfdz=differentiated.dfdz if "dfdz" in returns else None,
     )
+
+
+def _directions(
+    gathered: Sequence[RangeOutputs],
+    parts: Sequence[Range],
+    group: Group,
+    outer: Objective,
+    options: CallOptions,
+    *,
+    device: torch.device,
+) -> tuple[OuterDifferentiated, list[DirectionsOfRange]]:
+    """Return t and its derivatives, and what each range needs of them."""
+    groups = [group]
+    rows = [outputs.rows for outputs in gathered]
+    shard_rows = ShardRows(groups, joined_rows(groups, rows))
+    dfdz = joined(groups, gathered, device=device)
+    with differentiable_kernels():
+        differentiated = outer_at(dfdz, group, shard_rows, outer, options=options, device=device)
+    of_shard = {position: part[BARE] for position, part in shard_rows.parts(dfdz).items()}
+    largest = largest_product(of_shard, differentiated.directions)
+    asked = range_cotangents(
+        groups,
+        parts,
+        rows,
+        {group.name: {BARE: differentiated.whole_directions}},
+        differentiated.directions,
+        norms=[outputs.norms for outputs in gathered],
+    )
+    return differentiated, [
+        DirectionsOfRange(
+            **vars(of_range),
+            largest=largest,
+            direct=differentiated.direct if part.index == 0 else {},
+        )
+        for part, of_range in zip(parts, asked, strict=True)
+    ]
 
 
 def _leaves(inner: Objective, outer: Objective) -> dict[str, Tensor]:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from gradbox_engine.mixed.first_pass import DFDZ
-from gradbox_engine.mixed.prepared import PreparedMixed
 from gradbox_engine.model.calling.outputs import BARE, Outputs
 from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.replay.cotangents import differentiate, nonzero
-from gradbox_engine.replay.shard_record import ShardRecord
-from gradbox_engine.replay.z import ShardRows, concatenated
+from gradbox_engine.replay.z import ShardRows
 from gradbox_engine.requests import SOLE_GROUP, CallOptions, Group, Objective
 
 
@@ -27,24 +24,6 @@ class OuterDifferentiated:
     directions: dict[Position, Tensor]  # views of the next
     whole_directions: Tensor | None  # u of all shards in their order
     dfdz: Tensor
-
-
-def differentiate_outer(
-    job: PreparedMixed,
-    outer: Objective,
-    records: Sequence[ShardRecord],
-) -> OuterDifferentiated:
-    """Evaluate t at dfdz and differentiate it there."""
-    job.observer.step("cotangents", 0, 1)
-    ready = job.ready
-    group = ready.calls.groups[0]
-    whole, num_rows = concatenated([group], {r.position: {BARE: r.outputs[DFDZ]} for r in records})
-    rows = ShardRows([group], num_rows)
-    for record, part in zip(records, rows.parts(whole).values(), strict=True):
-        record.outputs[DFDZ] = part[BARE]  # a view of the whole, which is thus held once
-    found = outer_at(whole, group, rows, outer, options=ready.options, device=ready.device)
-    job.observer.step("cotangents", 1, 1)
-    return found
 
 
 def outer_at(

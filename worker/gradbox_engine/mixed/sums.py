@@ -38,10 +38,12 @@ class LeafSums:
         self._sums = dict(found.tensors)
         self._reached = set(found.facts["reached"])
 
-    def named(self) -> dict[str, Tensor]:
-        """Return all sums in the leaves' order."""
-        return dict(self._sums)
+    def clear(self) -> None:
+        """Forget what was added."""
+        for total in self._sums.values():
+            total.zero_()
+        self._reached.clear()
 
-    def unreached(self) -> tuple[str, ...]:
-        """Return the leaves that no gradient has reached."""
-        return tuple(name for name in self._sums if name not in self._reached)
+    def reached(self) -> dict[str, Tensor]:
+        """Return the sums of the leaves that a gradient has reached, in the leaves' order."""
+        return {name: total for name, total in self._sums.items() if name in self._reached}

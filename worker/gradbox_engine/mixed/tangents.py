@@ -37,6 +37,21 @@ class TangentProgress:
     fallbacks: dict[str, int] = field(default_factory=dict)
     difference: float = 0.0
 
+    @property
+    def num_retained(self) -> int:
+        """None: no graph is kept."""
+        return 0
+
+    @property
+    def num_replayed(self) -> int:
+        """All that are done went through the model once more."""
+        return self.num_done
+
+    @property
+    def input_grads(self) -> dict[Position, dict[str, Tensor | None]]:
+        """None: shards are constants here."""
+        return {}
+
     def state(self) -> Checkpoint:
         """Return all of it, for another process."""
         return Checkpoint({}, asdict(self))
@@ -54,22 +69,20 @@ def tangent_pass(
     sums: LeafSums,
     *,
     progress: TangentProgress,
-    largest: Tensor | None = None,
+    largest: Tensor,
     after_shard: Callable[[TangentProgress, ReplayComparison], None] = lambda *_: None,
 ) -> None:
     """Add ∂⟨a_i(y, v_i), J_i u_i⟩/∂y for every shard that u is not zero for.
 
     Args:
         progress: how far an earlier process came, whose sums these are; kept up to date.
-        largest: `largest_product` of all shards, where these are a range of them.
+        largest: `largest_product` of all shards, of which these may be a range.
         after_shard: called when a shard has been added.
 
     Raises:
         ReplayMismatch: a shard's v differs from that of the first pass.
     """
     active = [record for record in records if record.position in directions]
-    if largest is None:
-        largest = largest_product({r.position: r.outputs[DFDZ] for r in active}, directions)
     tangents = Tangents(job, progress, largest)
     for record, following in pairwise([*active[progress.num_done :], None]):
         assert record is not None

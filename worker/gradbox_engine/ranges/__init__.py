@@ -1,25 +1,21 @@
-"""One job over several devices: each runs a contiguous range of the shards.
+"""A job in two phases over ranges of its shards, on one device or on several.
 
     Z = cat(Z₁ … Z_k),   dL/dθ = Σᵣ Σ_{i in r} z̄ᵢᵀ ∂f(xᵢ; θ)/∂θ
 
-Read `split_set_gradient` first, the coordinator's side on one page, with `protocol`, what passes
-between it and the devices. Then `held_job`, a device's side; replay/ does the work in both. State
-that shards change is in `norm_statistics` and `independence`, a device that dies in `split_job`.
-`in_process` runs ranges one after the other on one device, and so says what others must return.
+`protocol` says what passes between a job and its devices, `split_job` runs the phases, `held_job`
+is a device's side, and `one_device` joins the two without copying anything: so a job on one device
+runs as one over many does. What is computed is above: set_loss/ and mixed/.
 
-Below these: `cut` cuts shards into ranges, `coroutines` calls several devices from one thread;
-`range_on_device` is what a device keeps between two calls, `joining` makes Z of the ranges' parts,
-`reduction` one sum of theirs.
+What only several devices need: `cut` cuts shards into ranges, `coroutines` calls devices from one
+thread, `joining` makes Z of the ranges' parts, `reduction` one sum of theirs. State that shards
+change is in `norm_statistics` and `independence`, a device that dies in `split_job`.
 
-`split_halves` has the job whose loss runs elsewhere, `graphs_between_jobs` what waits between its
-halves; mixed/ mixed second derivatives, by the same
-protocol; samples/ per-sample gradients and Jacobians, whose ranges need no phases.
+samples/ has per-sample gradients and Jacobians, whose ranges need no phases.
 """
 
 from gradbox_engine.ranges.cut import cut
-from gradbox_engine.ranges.graphs_between_jobs import GraphsBetweenJobs
-from gradbox_engine.ranges.held_job import HeldJob, held_job
-from gradbox_engine.ranges.in_process import OneDevice, set_gradient_in_ranges
+from gradbox_engine.ranges.held_job import GraphsBetweenJobs, HeldJob
+from gradbox_engine.ranges.one_device import OneDevice, one_range
 from gradbox_engine.ranges.protocol import (
     Devices,
     EarlierOutputs,
@@ -35,14 +31,6 @@ from gradbox_engine.ranges.protocol import (
     Sums,
 )
 from gradbox_engine.ranges.reduction import added
-from gradbox_engine.ranges.split_halves import (
-    SplitCotangentGradient,
-    SplitOutputs,
-    split_gradient_at_cotangents,
-    split_set_outputs,
-)
-from gradbox_engine.ranges.split_job import RangeRun
-from gradbox_engine.ranges.split_set_gradient import SplitGradient, split_set_gradient
 
 __all__ = [
     "Devices",
@@ -59,16 +47,8 @@ __all__ = [
     "RangeDevice",
     "RangeGradient",
     "RangeOutputs",
-    "RangeRun",
-    "SplitCotangentGradient",
-    "SplitGradient",
-    "SplitOutputs",
     "Sums",
     "added",
     "cut",
-    "held_job",
-    "set_gradient_in_ranges",
-    "split_gradient_at_cotangents",
-    "split_set_gradient",
-    "split_set_outputs",
+    "one_range",
 ]

@@ -90,7 +90,10 @@ def run_together(
 
     def go_on(number: int, step: Callable[[], Future[Any]]) -> None:
         try:
-            waiting[step()] = number
+            future = step()
+            while future.done():
+                future = _resume(coroutines[number], future)
+            waiting[future] = number
         except StopIteration as end:
             results[number] = end.value
             tick(list(results))

@@ -9,138 +9,179 @@ names, dtypes and sizes are ever read.
 Several ranges may be held on one device. They share its budget, and each begins with the registered
 buffers. All calls come from the thread that opened the job.
 
+What is done with a shard is in `Passes`, which each computation has of its own. Where memory runs
+out, a phase frees all kept graphs and goes on, a first pass behind the last shard that it did.
+
 A forward job may leave its ranges' graphs on the device, where a gradient job at their cotangents
 finds them in place of a first pass. A range whose graphs are gone is replayed.
 
-A range has a checkpoint of its own, as a job on one device has: whoever takes it up again, here or
-on another device, goes on behind the last shard that is in it.
+A range has a checkpoint of its own: whoever takes it up again, here or on another device, goes on
+behind the last shard that is in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar, Unpack
+from typing import Final, Protocol, TypeVar
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
-from gradbox_engine.checkpoint import Checkpoints, NoCheckpoints
+from gradbox_engine.checkpoint import Checkpoint, Checkpoints
+from gradbox_engine.model.calling.outputs import Outputs
 from gradbox_engine.model.calling.shard_feed import Position, all_positions
-from gradbox_engine.model.prepared import Prepared, prepared
-from gradbox_engine.model.wrt import select
+from gradbox_engine.model.precision import accumulation_dtype
+from gradbox_engine.model.prepared import Prepared
 from gradbox_engine.ranges import norm_statistics
-from gradbox_engine.ranges.graphs_between_jobs import NONE_BETWEEN_JOBS, GraphsBetweenJobs
 from gradbox_engine.ranges.independence import check_independence, compared_by_replay
 from gradbox_engine.ranges.protocol import (
     EarlierOutputs,
+    GradientForm,
+    NamedSums,
     NormStatistics,
     Range,
     RangeCotangents,
     RangeGradient,
     RangeOutputs,
 )
-from gradbox_engine.ranges.range_on_device import RangeOnDevice, on_host, to_device
-from gradbox_engine.replay.checkpoint import JobCheckpoint, Resumed
-from gradbox_engine.replay.first_pass import first_pass
-from gradbox_engine.replay.gradient_sums import GradientSums
-from gradbox_engine.replay.kept_graphs import KeptPass, bytes_beside, places_of
+from gradbox_engine.replay.checkpoint import JobCheckpoint, SecondPass, Sums
+from gradbox_engine.replay.first_pass import FirstCall, first_pass
+from gradbox_engine.replay.kept_graphs import KeptPass
 from gradbox_engine.replay.phase_timer import PhaseTimer
-from gradbox_engine.replay.retention import NONE_OLDER, GraphBudget, graph_budget
-from gradbox_engine.replay.set_gradient import GRADS_ALONE
+from gradbox_engine.replay.retention import NONE_OLDER, OlderGraphs
 from gradbox_engine.replay.shard_record import (
     ShardRecord,
     any_changed_state,
+    free_graphs,
     retried_without_kept_graphs,
 )
-from gradbox_engine.replay.z import ShardRows, concatenated
-from gradbox_engine.requests import (
-    CallKeywords,
-    CallOptions,
-    Group,
-    Observer,
-    Retain,
-    Returned,
-    Silent,
-)
+from gradbox_engine.replay.z import NumRows, ShardRows
+from gradbox_engine.requests import Observer
 
 T = TypeVar("T")
 
 
-@contextmanager
-def held_job(
-    model: nn.Module,
-    groups: Sequence[Group],
-    *,
-    wrt: Sequence[str] | None = None,
-    loss_parameters: Collection[str] = (),
-    retain: Retain = 0,
-    returns: Collection[Returned] = GRADS_ALONE,
-    observer: Observer | None = None,
-    checkpoints: Callable[[Range], Checkpoints] = lambda _: NoCheckpoints(),
-    graphs: GraphsBetweenJobs = NONE_BETWEEN_JOBS,
-    for_a_later_job: bool = False,
-    **options: Unpack[CallKeywords],
-) -> Iterator[HeldJob]:
-    """Hold a model ready for ranges of a job; it is bit-identical afterwards.
+class RangeSums(Sums, Protocol):
+    """What a range's gradients are added to."""
 
-    The arguments are those of `set_gradient`, and the same on every device of the job.
+    def reached(self) -> NamedSums:
+        """Return the sums that a gradient was added to, in the parameters' order."""
 
-    Args:
-        loss_parameters: names that `wrt` may match besides, those of the objective's parameters.
-        retain: of this device.
-        observer: told about the shards of each range, counted from its own first.
-        checkpoints: where the state of a range is written, and read when it begins again.
-        graphs: what earlier jobs kept.
-        for_a_later_job: whether `check` hands the graphs of a range to these.
+    def clear(self) -> None:
+        """Forget what was added."""
 
-    Raises:
-        EngineError: see `errors`.
+
+@dataclass
+class HeldRange:
+    """What a device keeps of a range between its two phases.
+
+    `sums` and `second` are the sums and the progress of a second phase that was interrupted. `kept`
+    is there if an earlier job put the range through, and left its graphs.
     """
-    every_input = "input_grads" in returns
-    selection = select(model, wrt, others=loss_parameters, every_input=every_input)
-    registered = places_of(model)
-    with prepared(model, groups, selection, CallOptions(**options)) as ready:
-        sums_bytes = GradientSums(selection.parameters).expected_bytes()
-        overlay_bytes = bytes_beside(registered, model) if for_a_later_job else 0
-        budget = graph_budget(
-            retain,
-            ready.devices,
-            sums_bytes=sums_bytes,
-            overlay_bytes=overlay_bytes,
-            older=graphs.older if for_a_later_job else NONE_OLDER,
-        )
-        yield HeldJob(
-            ready=ready,
-            parameters=selection.parameters,
-            budget=budget,
-            observer=observer or Silent(),
-            with_buffers="buffers" in returns,
-            checkpoints=checkpoints,
-            graphs=graphs,
-            for_a_later_job=for_a_later_job,
-            overlay_bytes=overlay_bytes,
-        )
+
+    records: list[ShardRecord]
+    checkpoint: JobCheckpoint
+    sums: RangeSums
+    second: Checkpoint | None
+    kept: KeptPass | None
+    num_rows: NumRows = field(default_factory=dict)
+
+    def begin_again(self) -> None:
+        """Forget what the second phase has done so far."""
+        self.sums.clear()
+        self.second = None
+
+
+class Passes(Protocol):
+    """What a computation does with the shards of a range."""
+
+    @property
+    def ready(self) -> Prepared:
+        """The model, prepared for the whole job."""
+
+    @property
+    def observer(self) -> Observer:
+        """Who is told about the shards of each range, counted from its own first."""
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """What is differentiated, by name."""
+
+    def sums(self) -> RangeSums:
+        """Return sums of nothing yet."""
+
+    def first_call(self, num_shards: int) -> FirstCall:
+        """Return what puts the shards of a range, so many, through the model for the first time."""
+
+    def joined(self, records: Sequence[ShardRecord]) -> tuple[dict[str, Outputs], NumRows]:
+        """Return the range's rows of Z, and each shard's number of them."""
+
+    def second_pass(
+        self, held: HeldRange, needed: Mapping[Position, Outputs], asked: RangeCotangents
+    ) -> SecondPass:
+        """Add the gradients of the shards that need it to `held.sums`.
+
+        Args:
+            needed: their cotangents, on the device.
+            asked: what they came in.
+        """
+
+    def keep_no_graphs(self) -> None:
+        """Keep no graph from here on."""
+
+    def compared(self, outputs: Outputs) -> Outputs:
+        """Return what is compared of outputs where a shard is put through again."""
+
+    def first_compared(self, record: ShardRecord) -> Outputs:
+        """Return the same of a shard's first pass."""
+
+
+@dataclass(frozen=True)
+class GraphsBetweenJobs:
+    """The graphs that lie on a device from one job to the next, as a held job sees them.
+
+    Attributes:
+        of: returns the first pass of a range that an earlier job kept, or None.
+        keep: is given that of a range whose graphs are to wait for a later job.
+        older: graphs of earlier jobs, freed where the budget has no room for new ones.
+        records: returns all records whose graphs are there.
+    """
+
+    of: Callable[[Range], KeptPass | None] = lambda _: None
+    keep: Callable[[Range, KeptPass], None] = lambda *_: None
+    older: OlderGraphs = NONE_OLDER
+    records: Callable[[], Sequence[ShardRecord]] = lambda: ()
+
+
+NONE_BETWEEN_JOBS: Final = GraphsBetweenJobs()
 
 
 @dataclass(eq=False)
 class HeldJob:
     """The two phases, over any ranges, on a model that stays prepared.
 
-    The other attributes are the arguments of `held_job`; `overlay_bytes` is as in `KeptPass`.
+    Attributes:
+        with_buffers: whether the buffers after the first range are asked for.
+        checkpoints: where the state of a range is written, and read when it begins again.
+        graphs: what earlier jobs kept.
+        for_a_later_job: whether `check` hands the graphs of a range to these.
+        overlay_bytes: as in `KeptPass`.
     """
 
-    ready: Prepared
-    parameters: Mapping[str, Tensor]  # those that are differentiated
-    budget: GraphBudget
-    observer: Observer
-    with_buffers: bool
+    passes: Passes
     checkpoints: Callable[[Range], Checkpoints]
-    graphs: GraphsBetweenJobs
-    for_a_later_job: bool
-    overlay_bytes: int
-    _held: dict[int, RangeOnDevice] = field(default_factory=dict)
+    with_buffers: bool = False
+    graphs: GraphsBetweenJobs = NONE_BETWEEN_JOBS
+    for_a_later_job: bool = False
+    overlay_bytes: int = 0
+    _held: dict[int, HeldRange] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        """Where Z is."""
+        return self.passes.ready.device
 
     def forward(self, part: Range) -> RangeOutputs:
         """Put the shards of a range through the model, from the registered buffers on.
@@ -150,69 +191,53 @@ class HeldJob:
             EngineError: a call failed.
             torch.OutOfMemoryError: one shard does not fit.
         """
-        ready, clock = self.ready, PhaseTimer(*self.ready.devices)
+        passes, ready = self.passes, self.passes.ready
+        clock = PhaseTimer(*ready.devices)
         self._held.pop(part.index, None)
         for other in self._held.values():
             if other.kept is None and not self.for_a_later_job:
                 other.records[-1].free_graph()  # kept beyond the budget, to be used next
         with clock.timed("forward"):
-            checkpoint, sums, resumed = self._resumed(part)
-            kept = self._kept_before(part, resumed)
-            records = self._freeing_graphs(
-                partial(
-                    first_pass,
-                    ready,
-                    self._positions(part),
-                    kept.records if kept else resumed.records,
-                    budget=self.budget,
-                    observer=self.observer,
-                    outlives_the_job=self.for_a_later_job,
-                    after_shard=checkpoint.after_first_call,
-                )
+            held = self._begun(part)
+            positions, records = self._positions(part), held.records
+            first = partial(
+                first_pass,
+                ready,
+                positions,
+                records,
+                passes.first_call(len(positions) - len(records)),
+                observer=passes.observer,
+                after_shard=held.checkpoint.after_first_call,
             )
-            after = records[-1].after
+            self.freeing_graphs(first, undo=passes.keep_no_graphs)
             norms = {} if part.is_whole else norm_statistics.updates(ready, records)
-            joined = partial(
-                concatenated, ready.calls.groups, {r.position: r.outputs for r in records}
-            )
-            whole, num_rows = retried_without_kept_graphs(joined, records, undo=lambda: None)
-        held = self._held[part.index] = RangeOnDevice(
-            ready, self.parameters, records, num_rows, checkpoint, sums, resumed.second, kept
-        )
+            whole, held.num_rows = self.freeing_graphs(partial(passes.joined, records))
+        penalties = [value.double() for record in records for value in record.penalties]
+        after = records[-1].after
         with_buffers = self.with_buffers and part.index == 0
         return RangeOutputs(
-            outputs={group: on_host(named) for group, named in whole.items()},
-            rows={group: tuple(numbers) for group, numbers in num_rows.items()},
-            penalties=held.penalties(),
+            outputs=whole,
+            rows={group: tuple(numbers) for group, numbers in held.num_rows.items()},
+            penalties=torch.stack(penalties) if penalties else torch.zeros(0).double(),
             norms=norms,
-            parameters=frozenset(self.parameters),
-            stateful=any_changed_state(records),
             seconds=clock.seconds["forward"],
-            buffers=on_host(ready.buffers.named(after)) if with_buffers else None,
+            buffers=ready.buffers.named(after) if with_buffers else None,
+            stateful=self._lacks_state or (self.for_a_later_job and any_changed_state(records)),
+            changed_attributes=after.beyond.names if after.beyond else (),
         )
 
     def resume(self, part: Range, earlier: EarlierOutputs) -> None:
         """Hold a range whose shards changed no buffer in the job that put them through."""
-        positions, state = self._positions(part), self.ready.buffers.first
-        rows = ShardRows(self.ready.calls.groups, earlier.rows, positions=positions)
-        records = [
-            ShardRecord(
-                position, to_device(z, self.ready.device), penalties=[], before=state, after=state
-            )
-            for position, z in rows.parts(earlier.outputs).items()
-        ]
-        checkpoint, sums, resumed = self._resumed(part)
-        kept = self._kept_before(part, resumed)
-        self._held[part.index] = RangeOnDevice(
-            self.ready,
-            self.parameters,
-            kept.records if kept else records,
-            earlier.rows,
-            checkpoint,
-            sums,
-            resumed.second,
-            kept,
-        )
+        ready = self.passes.ready
+        held = self._begun(part)
+        held.num_rows = earlier.rows
+        if held.kept is None and held.second is None:
+            state, positions = ready.buffers.first, self._positions(part)
+            rows = ShardRows(ready.calls.groups, earlier.rows, positions=positions)
+            held.records = [
+                ShardRecord(position, z, penalties=[], before=state, after=state)
+                for position, z in rows.parts(_moved(earlier.outputs, ready.device)).items()
+            ]
 
     def replay(self, part: Range, cotangents: RangeCotangents) -> RangeGradient:
         """Carry the cotangents back; the device keeps no more of the range.
@@ -225,36 +250,33 @@ class HeldJob:
             EngineError: a call failed, or one has changed the model for good.
             torch.OutOfMemoryError: one shard's graph does not fit.
         """
-        clock, held = PhaseTimer(*self.ready.devices), self._held[part.index]
-
-        def undo() -> None:
-            held.sums.clear()
-            held.second = None
-
-        with clock.timed("replay"), self.ready.changes.refused():
-            held.free_unusable(cotangents)
+        ready, held = self.passes.ready, self._held[part.index]
+        clock = PhaseTimer(*ready.devices)
+        with clock.timed("replay"), ready.changes.refused():
+            needed = self._needed(held, cotangents)
             first = held.records[0]
             in_replay = first.graph is None and compared_by_replay(first, cotangents)
             checked = held.kept is not None  # by the job that kept it
             if not checked and (cotangents.norms or not in_replay):
                 self._check_independence(part, held, cotangents.norms)
-            replayed = self._freeing_graphs(
-                partial(held.replay, cotangents, self.observer), undo=undo
+            done = self.freeing_graphs(
+                lambda: self.passes.second_pass(held, needed, cotangents), undo=held.begin_again
             )
         del self._held[part.index]
-        return held.gradient(replayed, seconds=clock.seconds["replay"])
-
-    def _positions(self, part: Range) -> list[Position]:
-        return all_positions(self.ready.calls.groups)[part.start : part.stop]
-
-    def _resumed(self, part: Range) -> tuple[JobCheckpoint, GradientSums, Resumed]:
-        sums = GradientSums(self.parameters)
-        checkpoint = JobCheckpoint(self.checkpoints(part), self.ready, sums)
-        return checkpoint, sums, checkpoint.resumed()
-
-    def _kept_before(self, part: Range, resumed: Resumed) -> KeptPass | None:
-        """Return what an earlier job kept of a range, unless its replay has begun without that."""
-        return None if resumed.second is not None else self.graphs.of(part)
+        return RangeGradient(
+            sums=held.sums.reached(),
+            parameters={
+                name: GradientForm(tuple(p.shape), accumulation_dtype(p.dtype))
+                for name, p in self.passes.parameters.items()
+            },
+            inputs={group: tuple(names) for group, names in ready.inputs.items()},
+            input_grads=done.input_grads,
+            retained=done.num_retained,
+            replayed=done.num_replayed,
+            replay_difference=done.difference,
+            fallbacks=done.fallbacks,
+            seconds=clock.seconds["replay"],
+        )
 
     def check(self, part: Range, norms: Mapping[str, NormStatistics]) -> int:
         """Put the range's first shard through once more; only graphs for a later job are kept.
@@ -266,34 +288,96 @@ class HeldJob:
             CoupledShards: the range's shards depend on the shards before them.
             EngineError: a call failed, or one has changed the model for good.
         """
-        with self.ready.changes.refused():
+        ready = self.passes.ready
+        with ready.changes.refused():
             self._check_independence(part, self._held[part.index], norms)
         held = self._held.pop(part.index)
         if not self.for_a_later_job:
             return 0
         kept = KeptPass(
             held.records,
-            frozenset(self.parameters),
-            self.ready.inputs,
+            frozenset(self.passes.parameters),
+            ready.inputs,
             held.num_rows,
             self.overlay_bytes,
         )
+        some = kept.num_kept < len(held.records)
+        if ready.buffers.beyond.in_order or (self._lacks_state and some):
+            kept.free()  # a second half would replay some shards without what those before left
         if kept.num_kept:
             self.graphs.keep(part, kept)
         return kept.num_kept
 
+    @property
+    def _lacks_state(self) -> bool:
+        """Whether the model holds something between shards that no snapshot has."""
+        beyond = self.passes.ready.buffers.beyond
+        return beyond.in_order or beyond.lacks_counts or beyond.lacks_fillings
+
+    def _positions(self, part: Range) -> list[Position]:
+        return all_positions(self.passes.ready.calls.groups)[part.start : part.stop]
+
+    def _begun(self, part: Range) -> HeldRange:
+        """Hold a range, with the records that a checkpoint or an earlier job has of it."""
+        sums = self.passes.sums()
+        checkpoint = JobCheckpoint(
+            self.checkpoints(part), self.passes.ready, sums, compared=self.passes.compared
+        )
+        resumed = checkpoint.resumed()
+        # A second phase that has begun without the graphs of an earlier job goes on without them.
+        kept = self.graphs.of(part) if resumed.second is None else None
+        records = kept.records if kept else resumed.records
+        held = HeldRange(records, checkpoint, sums, resumed.second, kept)
+        self._held[part.index] = held
+        return held
+
+    def _needed(self, held: HeldRange, cotangents: RangeCotangents) -> dict[Position, Outputs]:
+        """Return the cotangents of the shards that need a backward pass, and free other graphs."""
+        ready = self.passes.ready
+        rows = ShardRows(
+            ready.calls.groups, held.num_rows, positions=[r.position for r in held.records]
+        )
+        parts = rows.parts(_moved(cotangents.cotangents, ready.device))
+        needed = {position: parts[position] for position in cotangents.needed}
+        if held.kept is None:
+            free_graphs(held.records, parts.keys() - needed.keys())
+        else:  # those without cotangents wait for later ones
+            given = {position for position, part in parts.items() if part}
+            parameters = frozenset(self.passes.parameters)
+            held.kept.usable_for(given, parameters=parameters, inputs=ready.inputs)
+            free_graphs(held.records, given - needed.keys())
+        return needed
+
     def _check_independence(
-        self, part: Range, held: RangeOnDevice, norms: Mapping[str, NormStatistics]
+        self, part: Range, held: HeldRange, norms: Mapping[str, NormStatistics]
     ) -> None:
         if part.index > 0:
-            first = held.records[0]
-            updates = norm_statistics.updates(self.ready, [first])
-            self._freeing_graphs(partial(check_independence, self.ready, first, norms, updates))
+            ready, first = self.passes.ready, held.records[0]
+            check = partial(
+                check_independence,
+                ready,
+                first,
+                norms,
+                norm_statistics.updates(ready, [first]),
+                expected=self.passes.first_compared(first),
+                compared=self.passes.compared,
+            )
+            self.freeing_graphs(check)
 
-    def _freeing_graphs(
+    def freeing_graphs(
         self, step: Callable[[], T], *, undo: Callable[[], None] = lambda: None
     ) -> T:
         """Run a step; where memory runs out, repeat it without any kept graph of any range."""
-        records = [record for held in self._held.values() for record in held.records]
-        records += self.graphs.records()
+
+        def records() -> list[ShardRecord]:
+            held = [record for held in self._held.values() for record in held.records]
+            return [*held, *self.graphs.records()]
+
         return retried_without_kept_graphs(step, records, undo=undo)
+
+
+def _moved(whole: Mapping[str, Outputs], device: torch.device) -> dict[str, Outputs]:
+    return {
+        group: {name: tensor.to(device) for name, tensor in named.items()}
+        for group, named in whole.items()
+    }

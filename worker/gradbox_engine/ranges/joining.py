@@ -106,7 +106,7 @@ def rows_by_range(
 
 
 def by_range(rows: Sequence[RangeRows], whole: Whole) -> list[dict[str, Outputs]]:
-    """Return each range's rows of tensors shaped like Z, on the host."""
+    """Return each range's rows of tensors shaped like Z."""
     begin = dict.fromkeys(whole, 0)
     found: list[dict[str, Outputs]] = []
     for of_range in rows:
@@ -114,7 +114,7 @@ def by_range(rows: Sequence[RangeRows], whole: Whole) -> list[dict[str, Outputs]
         for group in (name for name in of_range if name in whole):
             end = begin[group] + sum(1 if n is None else n for n in of_range[group])
             part[group] = {
-                name: tensor[begin[group] : end].cpu()
+                name: tensor[begin[group] : end]
                 for name, tensor in whole[group].items()
                 if tensor is not None
             }

@@ -7,22 +7,26 @@
                                       ←         RangeGradient
     added(sums, sums), fetched(sums)            one sum is left
 
-Every tensor in these dataclasses is a plain one in the host's memory, without a graph. How they
-travel is the business of who implements `RangeDevice` and `Devices`; `in_process` is the
-implementation on one device, which defines what every other has to return.
+Every tensor in these dataclasses is a plain one without a graph. How they travel, by way of the
+host's memory or not at all, is the business of who implements `RangeDevice` and `Devices`;
+`one_device` is the implementation without travel, which defines what every other has to return.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from gradbox_engine.model.calling.outputs import Outputs
 from gradbox_engine.model.calling.shard_feed import Position
+from gradbox_engine.requests import Phase, Precision
+
+T = TypeVar("T")
 
 HOST = torch.device("cpu")
 
@@ -92,17 +96,19 @@ class RangeOutputs:
     A group that has no shard in the range has no entry in `outputs` and `rows`.
     """
 
-    outputs: dict[
-        str, Outputs
-    ]  # by group and name ("" where z is one tensor): the range's rows of Z
+    outputs: dict[str, Outputs]  # by group and name ("" where z is one tensor): rows of Z
     rows: dict[str, tuple[int | None, ...]]  # by group: rows of each shard, None where z is 0-dim
     penalties: Tensor  # float64, the penalties' values in the order of the calls
     norms: dict[str, NormUpdate]  # by module name, of those whose statistics the range changed
-    parameters: frozenset[str]  # names of those that are differentiated
-    stateful: bool  # whether the range changed any buffer
     seconds: float
     buffers: dict[str, Tensor] | None = None
     """All buffers after range 0, of that range alone, where they are asked for."""
+
+    stateful: bool = True
+    """Whether a second half needs what the range left in buffers; of a job for a later one."""
+
+    changed_attributes: tuple[str, ...] = ()
+    """Names of plain attributes that the range changed; of a job for a later one."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +147,7 @@ class RangeGradient:
     retained: int
     replayed: int
     replay_difference: float
+    fallbacks: dict[str, int]  # see `MixedResult`
     seconds: float
 
 
@@ -174,7 +181,7 @@ class RangeDevice(Protocol):
 
 
 class Devices(Protocol):
-    """The devices that a job has."""
+    """The devices that a job has, and the place of what is computed between its phases."""
 
     def take(self, part: Range) -> RangeDevice:
         """Return a device for a range: first for each range in order, then for one that was lost.
@@ -194,4 +201,13 @@ class Devices(Protocol):
 
         Sums that were brought to the result itself come back as `meta` tensors: of these, only the
         names are read.
+        """
+
+    def between_phases(self, step: Callable[[], T], precision: Precision) -> T:
+        """Compute something of the coordinator's, see `split_job.between_phases`."""
+
+    def tick(self, phase: Phase, done: int, total: int) -> None:
+        """Hear how many shards of ranges that have ended are done, about once a second.
+
+        May raise to stop the job.
         """

@@ -41,9 +41,13 @@ def split_in_tree(nodes: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
     return nodes[:middle], nodes[middle:]
 
 
-def completed(sums: NamedSums, parameters: Mapping[str, GradientForm]) -> NamedSums:
+def completed(
+    sums: NamedSums, parameters: Mapping[str, GradientForm], *, device: torch.device
+) -> NamedSums:
     """Return sums in the parameters' order, with zeros for those that no range has reached."""
     return {
-        name: sums[name] if name in sums else torch.zeros(form.shape, dtype=form.dtype)
+        name: sums[name]
+        if name in sums
+        else torch.zeros(form.shape, dtype=form.dtype, device=device)
         for name, form in parameters.items()
     }

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
+
+import torch
 
 from gradbox_engine.errors import DeviceLost
 from gradbox_engine.model.calling.shard_feed import all_positions
+from gradbox_engine.model.calling.shard_rng import generators_restored
+from gradbox_engine.model.precision import arithmetic
 from gradbox_engine.ranges import norm_statistics
 from gradbox_engine.ranges.coroutines import Coroutine, Losses, on_some_device, run_together
 from gradbox_engine.ranges.joining import compare
@@ -31,22 +34,9 @@ from gradbox_engine.ranges.protocol import (
 )
 from gradbox_engine.ranges.reduction import split_in_tree
 from gradbox_engine.replay.comparison import ReplayComparison
-from gradbox_engine.requests import Group, Observer, Phase, Precision
+from gradbox_engine.requests import Group, Phase, Precision, RangeRun
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class RangeRun:
-    """How one range went."""
-
-    start: int
-    stop: int
-    forward_s: float
-    replay_s: float
-    devices_lost: int
-    retained: int  # shards whose graphs were kept for the replay, or are for that of a later job
-    rerun_difference: float  # largest |z' − z| / max |z| of a shard between two devices
 
 
 class PartialSum(NamedTuple):
@@ -66,7 +56,6 @@ class SplitJob:
         groups: Sequence[Group],
         *,
         precision: Precision,
-        observer: Observer,
     ) -> None:
         self._parts = parts
         self._losses = Losses()
@@ -75,7 +64,6 @@ class SplitJob:
         self._groups = groups
         self._positions = all_positions(groups)
         self._precision = precision
-        self._observer = observer
         self._device: dict[int, RangeDevice] = {}
         self._outputs: list[RangeOutputs] = []
         self._earlier: Sequence[EarlierOutputs] = ()
@@ -230,4 +218,10 @@ class SplitJob:
 
     def _tell(self, phase: Phase, ended: Sequence[int]) -> None:
         done = sum(self._parts[number].num_shards for number in ended)
-        self._observer.step(phase, done, len(self._positions))
+        self._devices.tick(phase, done, len(self._positions))
+
+
+def between_phases(step: Callable[[], T], precision: Precision) -> T:
+    """Run a step where no model is prepared: in the job's arithmetic, generators put back after."""
+    with torch.inference_mode(False), generators_restored(), arithmetic(precision):
+        return step()

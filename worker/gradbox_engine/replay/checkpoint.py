@@ -43,9 +43,29 @@ class Sums(Protocol):
 
 
 class SecondPass(Protocol):
-    """How far a second pass has come."""
+    """How far a second pass has come.
 
-    difference: float  # the largest, see `comparison`
+    Attributes:
+        difference: the largest, see `comparison`.
+    """
+
+    difference: float
+
+    @property
+    def num_retained(self) -> int:
+        """Shards that are done and whose graph was kept."""
+
+    @property
+    def num_replayed(self) -> int:
+        """Shards that are done and went through the model once more."""
+
+    @property
+    def input_grads(self) -> dict[Position, dict[str, Tensor | None]]:
+        """Gradients of inputs, by argument."""
+
+    @property
+    def fallbacks(self) -> dict[str, int]:
+        """Shards by what stood in the way of forward mode, see `MixedResult`."""
 
     def state(self) -> Checkpoint:
         """Return all of it, for another process."""

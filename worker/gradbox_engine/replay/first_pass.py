@@ -12,8 +12,8 @@ one more.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import pairwise
+from typing import Protocol
 
 from gradbox_engine.model.calling.calls import ShardGraph
 from gradbox_engine.model.calling.shard_feed import Position
@@ -22,54 +22,45 @@ from gradbox_engine.model.state.snapshots import Snapshot
 from gradbox_engine.replay.output_blocks import OutputBlocks
 from gradbox_engine.replay.retention import GraphBudget
 from gradbox_engine.replay.saved_tensors import GraphSizes
-from gradbox_engine.replay.shard_record import ShardRecord, retried_without_kept_graphs
+from gradbox_engine.replay.shard_record import ShardRecord
 from gradbox_engine.requests import Observer
+
+
+class FirstCall(Protocol):
+    """Puts one shard through the model."""
+
+    def __call__(self, position: Position, before: Snapshot, *, is_last: bool) -> ShardRecord:
+        """Return the shard's record; `before` is also in the place of what comes after."""
 
 
 def first_pass(
     prepared: Prepared,
     positions: Sequence[Position],
-    done: Sequence[ShardRecord] = (),
+    records: list[ShardRecord],
+    call: FirstCall,
     *,
-    budget: GraphBudget,
     observer: Observer,
-    outlives_the_job: bool = False,
     after_shard: Callable[[Sequence[ShardRecord]], None] = lambda _records: None,
-) -> list[ShardRecord]:
-    """Put a range of shards through the model, in order, and return a record of each.
+) -> None:
+    """Put a range of shards through the model, in order, and append a record of each.
+
+    Where a call raises, the records of the shards before it stay, and another first pass of the
+    same shards goes on behind them.
 
     Args:
-        done: records of the first of these shards, made by an earlier process.
-        budget: how much of the graphs may be kept.
-        outlives_the_job: whether the kept graphs are for a later job, before which the model is
-            put back. The last shard's then counts like any other.
+        records: of the first of these shards, which were put through before.
         after_shard: called with the records so far.
 
     Raises:
         EngineError: a call failed, or a registered buffer was overwritten by a graph.
-        torch.OutOfMemoryError: one shard's graph does not fit.
+        torch.OutOfMemoryError: one shard's graph does not fit beside those that are kept.
     """
-    records = list(done)
-    sizes = GraphSizes(prepared, outlive_the_job=outlives_the_job)
-    blocks = OutputBlocks(len(positions) - len(done))
-    state = done[-1].after if done else prepared.buffers.first
+    state = records[-1].after if records else prepared.buffers.first
     prepared.buffers.restore(state)
-    for position, following in pairwise([*positions[len(done) :], None]):
+    for position, following in pairwise([*positions[len(records) :], None]):
         assert position is not None
         observer.step("forward", len(records), len(positions))
-        call = partial(
-            _call,
-            prepared,
-            position,
-            before=state,
-            budget=budget,
-            sizes=sizes,
-            blocks=blocks,
-            is_last=following is None and not outlives_the_job,
-        )
-        record = retried_without_kept_graphs(
-            call, records, undo=partial(_start_again, prepared, state, budget)
-        )
+        record = call(position, state, is_last=following is None)
         record.after = state = prepared.buffers.advance(state)
         if prepared.buffers.outdates_older_graphs:
             for older in records:
@@ -78,47 +69,58 @@ def first_pass(
         after_shard(records)
         prepared.feed.prefetch(following)
     observer.step("forward", len(positions), len(positions))
-    return records
 
 
-def _call(
-    prepared: Prepared,
-    position: Position,
-    *,
-    before: Snapshot,
-    budget: GraphBudget,
-    sizes: GraphSizes,
-    blocks: OutputBlocks,
-    is_last: bool,
-) -> ShardRecord:
-    """Put one shard through, and keep its graph if there is room."""
+class GraphCalls:
+    """The first calls of shards whose graphs are kept where there is room."""
 
-    def call() -> ShardGraph:
-        return prepared.calls(position, prepared.feed.take(position), with_penalties=True)
+    def __init__(
+        self,
+        prepared: Prepared,
+        num_shards: int,
+        *,
+        budget: GraphBudget,
+        outlives_the_job: bool = False,
+    ) -> None:
+        """Call nothing yet.
 
-    if is_last or not budget.has_room():
-        graph, num_bytes, kept = call(), 0, is_last
-    else:
-        found = sizes.counted(position, prepared.feed.take(position))
-        if found is None:  # cannot be counted, so no graph of this model is kept
-            _start_again(prepared, before, budget)
-            graph, num_bytes, kept = call(), 0, False
+        Args:
+            num_shards: how many there are.
+            budget: how much of the graphs may be kept.
+            outlives_the_job: whether the kept graphs are for a later job, before which the model
+                is put back. The last shard's then counts like any other.
+        """
+        self._prepared = prepared
+        self._budget = budget
+        self._outlives_the_job = outlives_the_job
+        self._sizes = GraphSizes(prepared, outlive_the_job=outlives_the_job)
+        self._blocks = OutputBlocks(num_shards)
+
+    def __call__(self, position: Position, before: Snapshot, *, is_last: bool) -> ShardRecord:
+        """Put one shard through, and keep its graph if there is room."""
+        comes_next = is_last and not self._outlives_the_job
+        if comes_next or not self._budget.has_room():
+            graph, num_bytes, kept = self._graph(position), 0, comes_next
         else:
-            graph, num_bytes = found
-            kept = budget.admit(num_bytes)
-    kept = kept and graph.intact
-    return ShardRecord(
-        position,
-        outputs=blocks.copy(graph.outputs),
-        penalties=graph.penalties,
-        before=before,
-        after=before,
-        graph=graph if kept else None,
-        num_bytes=num_bytes,
-    )
+            counted = self._sizes.counted(position, self._prepared.feed.take(position))
+            if counted is None:  # cannot be counted, so no graph of this model is kept
+                self._budget.exhaust()
+                self._prepared.buffers.restore(before)
+                graph, num_bytes, kept = self._graph(position), 0, False
+            else:
+                graph, num_bytes = counted
+                kept = self._budget.admit(num_bytes)
+        kept = kept and graph.intact
+        return ShardRecord(
+            position,
+            outputs=self._blocks.copy(graph.outputs),
+            penalties=graph.penalties,
+            before=before,
+            after=before,
+            graph=graph if kept else None,
+            num_bytes=num_bytes,
+        )
 
-
-def _start_again(prepared: Prepared, before: Snapshot, budget: GraphBudget) -> None:
-    """Make ready to call the model on a shard once more, keeping no graph from here on."""
-    budget.exhaust()
-    prepared.buffers.restore(before)
+    def _graph(self, position: Position) -> ShardGraph:
+        arguments = self._prepared.feed.take(position)
+        return self._prepared.calls(position, arguments, with_penalties=True)

@@ -38,7 +38,7 @@ from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.model.prepared import Prepared
 from gradbox_engine.replay.comparison import ReplayComparison
 from gradbox_engine.replay.gradient_sums import GradientSums
-from gradbox_engine.replay.shard_record import ShardRecord, retried_without_kept_graphs
+from gradbox_engine.replay.shard_record import ShardRecord
 from gradbox_engine.requests import Observer
 
 ShardInputGrads = dict[str, Tensor | None]
@@ -58,6 +58,11 @@ class ReplayProgress:
     def num_replayed(self) -> int:
         """Shards that went through the model once more."""
         return self.num_done - self.num_retained
+
+    @property
+    def fallbacks(self) -> dict[str, int]:
+        """None: a replay takes no tangents."""
+        return {}
 
     def state(self) -> Checkpoint:
         """Return all of it, for another process."""
@@ -112,51 +117,12 @@ def replay(
         torch.OutOfMemoryError: one shard's graph does not fit.
     """
     progress = resumed or ReplayProgress()
-
-    def once() -> ReplayProgress:
-        active = _in_order(prepared, records, cotangents)
-        _replay(prepared, active, cotangents, sums, progress, observer, after_shard)
-        return progress
-
-    def undo() -> None:
-        nonlocal progress
-        progress = ReplayProgress()
-        sums.clear()
-
-    return retried_without_kept_graphs(once, records, undo=undo)
-
-
-def _in_order(
-    prepared: Prepared, records: Sequence[ShardRecord], cotangents: Container[Position]
-) -> list[ShardRecord]:
-    """Return the shards to go through: those with a cotangent, the last one first.
-
-    Where attributes are not restored shard by shard, what a shard finds is left by those before it:
-    all go through in order, but the last one if its graph is kept, and of no other one is it used.
-    """
-    before, last = records[:-1], records[-1:]
-    if not prepared.buffers.beyond.in_order:
-        return [record for record in (*last, *before) if record.position in cotangents]
-    for record in before:
-        record.free_graph()
-    kept = any(record.graph is not None for record in last)
-    return [*last, *before] if kept else [*before, *last]
-
-
-def _replay(
-    prepared: Prepared,
-    records: Sequence[ShardRecord],
-    cotangents: Mapping[Position, Outputs],
-    sums: GradientSums,
-    progress: ReplayProgress,
-    observer: Observer,
-    after_shard: AfterShard,
-) -> None:
+    active = _in_order(prepared, records, cotangents)
     comparison = ReplayComparison(prepared.options.precision, largest=progress.difference)
-    left = records[progress.num_done :]
+    left = active[progress.num_done :]
     without_graph = deque(record.position for record in left if record.graph is None)
     for record in left:
-        observer.step("replay", progress.num_done, len(records))
+        observer.step("replay", progress.num_done, len(active))
         graph = record.graph
         if graph is None:
             without_graph.popleft()
@@ -176,7 +142,25 @@ def _replay(
         after_shard(progress, comparison)
         prepared.feed.prefetch(without_graph[0] if without_graph else None)
     progress.difference = comparison.finish()
-    observer.step("replay", len(records), len(records))
+    observer.step("replay", len(active), len(active))
+    return progress
+
+
+def _in_order(
+    prepared: Prepared, records: Sequence[ShardRecord], cotangents: Container[Position]
+) -> list[ShardRecord]:
+    """Return the shards to go through: those with a cotangent, the last one first.
+
+    Where attributes are not restored shard by shard, what a shard finds is left by those before it:
+    all go through in order, but the last one if its graph is kept, and of no other one is it used.
+    """
+    before, last = records[:-1], records[-1:]
+    if not prepared.buffers.beyond.in_order:
+        return [record for record in (*last, *before) if record.position in cotangents]
+    for record in before:
+        record.free_graph()
+    kept = any(record.graph is not None for record in last)
+    return [*last, *before] if kept else [*before, *last]
 
 
 def _called_again(prepared: Prepared, record: ShardRecord) -> ShardGraph:

@@ -51,11 +51,12 @@ def any_changed_state(records: Iterable[ShardRecord]) -> bool:
 
 
 def retried_without_kept_graphs(
-    step: Callable[[], T], records: Sequence[ShardRecord], *, undo: Callable[[], None]
+    step: Callable[[], T], records: Callable[[], Sequence[ShardRecord]], *, undo: Callable[[], None]
 ) -> T:
     """Run a step of the job; where memory runs out while graphs are kept, free them and repeat it.
 
     Args:
+        records: returns those whose graphs are kept by then.
         undo: called before the step is repeated.
 
     Raises:
@@ -64,10 +65,10 @@ def retried_without_kept_graphs(
     try:
         return step()
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error) or not any(record.graph for record in records):
+        if not is_out_of_memory(error) or not any(r.graph for r in records()):
             raise
     # Outside the handler, whose traceback holds on to the failed step's tensors.
-    for record in records:
+    for record in records():
         record.free_graph()
     torch.cuda.empty_cache()
     undo()

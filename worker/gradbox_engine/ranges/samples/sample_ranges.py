@@ -18,7 +18,7 @@ from gradbox_engine.per_sample.pieces import Piece, Sink
 from gradbox_engine.per_sample.planned_model import PlannedModel
 from gradbox_engine.per_sample.planning.model import CallableModel, callable_model
 from gradbox_engine.per_sample.request import Request, SampleResult
-from gradbox_engine.ranges.in_process import done
+from gradbox_engine.ranges.one_device import done
 from gradbox_engine.ranges.protocol import Range
 from gradbox_engine.ranges.samples.protocol import RangeSamples, Rows, SampleDevice, SampleTask
 from gradbox_engine.requests import Observer, Shard

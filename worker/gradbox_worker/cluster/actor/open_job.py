@@ -15,9 +15,11 @@ from torch import Tensor
 
 from gradbox.protocol import ForwardSpec, GradientSpec, MixedGradientSpec
 from gradbox_engine import Checkpoints, EngineError, Observer
+from gradbox_engine.mixed import held_mixed
 from gradbox_engine.ranges import (
     EarlierOutputs,
     GraphsBetweenJobs,
+    HeldJob,
     NamedSums,
     NormStatistics,
     Range,
@@ -25,11 +27,9 @@ from gradbox_engine.ranges import (
     RangeGradient,
     RangeOutputs,
     added,
-    held_job,
 )
-from gradbox_engine.ranges.in_process import Held
-from gradbox_engine.ranges.mixed import held_mixed
 from gradbox_engine.requests import Returned
+from gradbox_engine.set_loss import held_job
 from gradbox_worker.cluster.actor.range_checkpoints import RangeCheckpoints
 from gradbox_worker.cluster.exchange.array_buffers import TensorBuffer, as_buffers, num_bytes
 from gradbox_worker.cluster.exchange.sent_tensors import RangeJob, SentTensors
@@ -205,7 +205,7 @@ def _held(
     observer: Observer,
     checkpoints: Callable[[Range], Checkpoints],
     graphs: GraphsBetweenJobs,
-) -> AbstractContextManager[Held]:
+) -> AbstractContextManager[HeldJob]:
     """Return the engine's side of a job in two phases."""
     spec, tensors = received.work.spec, received.tensors
     assert isinstance(spec, GradientSpec | ForwardSpec | MixedGradientSpec)

@@ -13,11 +13,11 @@ A device whose last sum was taken is given back at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 import torch
@@ -33,13 +33,16 @@ from gradbox_engine.ranges import (
     RangeOutputs,
     Sums,
 )
-from gradbox_engine.requests import Group
+from gradbox_engine.ranges.split_job import between_phases
+from gradbox_engine.requests import Group, Observer, Phase, Precision
 from gradbox_worker.cluster.actor.open_job import StoredSums
 from gradbox_worker.cluster.coordinator.leased_devices import LeasedDevice, LeasedDevices
 from gradbox_worker.cluster.exchange.array_buffers import as_buffers, as_tensors, num_bytes
 from gradbox_worker.computations.sections import GRADS
 from gradbox_worker.files.result_in_place import ResultOnDisk
 from gradbox_worker.files.rounded_gradients import RoundedGradients
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class RayDevices:
         *,
         result: ResultOnDisk | None,
         rounding: RoundedGradients,
+        observer: Observer,
     ) -> None:
         """Use what was leased.
 
@@ -67,9 +71,10 @@ class RayDevices:
             groups: of the whole job.
             result: where sums of gradients go; None if they are not asked for.
             rounding: told of the rounding on the devices.
+            observer: told of the shards of ranges that have ended, and about once a second.
         """
         self._leased, self._positions = leased, all_positions(groups)
-        self._result, self._rounding = result, rounding
+        self._result, self._rounding, self._observer = result, rounding, observer
         leased.moved.update(outputs=0, cotangents=0, sums=0)
 
     def take(self, part: Range) -> RayRangeDevice:
@@ -102,6 +107,14 @@ class RayDevices:
         assert isinstance(sums, HeldSums)
         bring = self._written if sums.device.writes_files else self._taken
         return self._leased.called(partial(bring, sums), devices=(sums.device,))
+
+    def between_phases(self, step: Callable[[], T], precision: Precision) -> T:
+        """Run a step here, where no model is."""
+        return between_phases(step, precision)
+
+    def tick(self, phase: Phase, done: int, total: int) -> None:
+        """Tell the job, which may be told to stop."""
+        self._observer.step(phase, done, total)
 
     def _written(self, sums: HeldSums) -> NamedSums:
         """Return stand-ins, on `meta`, for sums that their device has written."""

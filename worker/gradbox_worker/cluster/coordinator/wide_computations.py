@@ -25,16 +25,15 @@ from gradbox.protocol import (
     TracedFunction,
 )
 from gradbox_engine import Group, Observer
-from gradbox_engine.ranges import (
-    Range,
-    RangeRun,
-    cut,
+from gradbox_engine.mixed import split_mixed_gradient
+from gradbox_engine.ranges import Range, cut
+from gradbox_engine.ranges.protocol import HOST
+from gradbox_engine.requests import RangeRun
+from gradbox_engine.set_loss import (
     split_gradient_at_cotangents,
     split_set_gradient,
     split_set_outputs,
 )
-from gradbox_engine.ranges.mixed import split_mixed_gradient
-from gradbox_engine.ranges.protocol import HOST
 from gradbox_worker.cluster.coordinator.leased_devices import LeasedDevices
 from gradbox_worker.cluster.coordinator.ray_devices import RayDevices
 from gradbox_worker.computations import cotangents, forward, gradient, mixed_gradient
@@ -136,6 +135,7 @@ class InPhases:
             setting.groups,
             result=setting.result if wanted else None,
             rounding=setting.rounding,
+            observer=setting.observer,
         )
         computed, runs = self.compute(setting, devices, parts)
         views = [
@@ -221,7 +221,6 @@ def _at_cotangents(
         cotangents.given_cotangents(loss, setting.tensors),
         cotangents.first_outputs(setting.work.earlier_result, loss.forward, HOST),
         precision=spec.precision,
-        observer=setting.observer,
     )
     return cotangents.computed(answer, spec), answer.ranges
 
@@ -256,7 +255,5 @@ def _forward(
     devices: RayDevices,
     parts: Sequence[Range],
 ) -> tuple[Computed, Sequence[RangeRun]]:
-    answer = split_set_outputs(
-        devices, parts, setting.groups, precision=spec.precision, observer=setting.observer
-    )
+    answer = split_set_outputs(devices, parts, setting.groups, precision=spec.precision)
     return forward.computed(answer, spec), answer.ranges

@@ -181,7 +181,7 @@ class WideJob:
         return leased
 
     def step(self, phase: Phase, done: int, total: int) -> None:
-        """Hear of shards that are done, as the engine's observer; see `split_set_gradient`.
+        """Hear of shards that are done, as the engine's observer; see `Devices.tick`.
 
         Raises:
             StopNow: the job is to stop.

@@ -1,0 +1,28 @@
+"""L = g(Z) over all shards, with one shard's graph in memory: whole, or in two halves.
+
+Read `set_gradient`, the job on one page, then `held_passes`, what a device does with a shard. The
+phases between them are those of `gradbox_engine.ranges`, also where there is one device.
+"""
+
+from gradbox_engine.set_loss.halves import (
+    FirstOutputs,
+    SetOutputs,
+    gradient_at_cotangents,
+    set_outputs,
+    split_gradient_at_cotangents,
+    split_set_outputs,
+)
+from gradbox_engine.set_loss.held_passes import held_job
+from gradbox_engine.set_loss.set_gradient import set_gradient, split_set_gradient
+
+__all__ = [
+    "FirstOutputs",
+    "SetOutputs",
+    "gradient_at_cotangents",
+    "held_job",
+    "set_gradient",
+    "set_outputs",
+    "split_gradient_at_cotangents",
+    "split_set_gradient",
+    "split_set_outputs",
+]
