@@ -58,7 +58,7 @@ class Checkpoints(Protocol):
     """Where a job's state is kept, so that another process can go on from it."""
 
     def due(self) -> bool:
-        """Tell whether it is time to write one."""
+        """Return whether it is time to write one."""
 
     def write(self, checkpoint: Checkpoint) -> None:
         """Keep this state, its tensors in their order, in place of the one before.

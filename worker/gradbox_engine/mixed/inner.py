@@ -113,7 +113,7 @@ def _gradients(
 ) -> dict[str, Tensor]:
     if not value.requires_grad or not leaves:
         return {}
-    found = torch.autograd.grad(
+    gradients = torch.autograd.grad(
         value, list(leaves.values()), create_graph=create_graph, allow_unused=True
     )
-    return {n: g for n, g in zip(leaves, found, strict=True) if g is not None}
+    return {n: g for n, g in zip(leaves, gradients, strict=True) if g is not None}

@@ -95,8 +95,8 @@ class ShardJacobians:
                 f"{self._calls.where(position)}: expected an output that depends on the argument "
                 f"{name!r}, got one that does not; name the argument to differentiate by z="
             )
-        found = cotangents(graph.outputs)
-        a = {name: cotangent for name, cotangent in found.items() if name in differentiable}
+        a = cotangents(graph.outputs)
+        a = {name: cotangent for name, cotangent in a.items() if name in differentiable}
         scale = self._scale(list(a.values()))
         with blaming("the backward pass", self._calls.where(position)), self._calls.backward():
             if a:
@@ -121,8 +121,8 @@ class ShardJacobians:
         with forward_ad.dual_level(), forward_mode_checkpoints(), LeanRules() as rules:
             moving = dual(z, (u * scale).to(z.dtype).view_as(z))
             graph = self._calls(position, {**arguments, name: moving})
-            found = {n: parts(v) for n, v in graph.outputs.items()}
-        return _linearised(found, scale, rules.rounding)
+            pairs = {n: parts(v) for n, v in graph.outputs.items()}
+        return _linearised(pairs, scale, rules.rounding)
 
     def double_transposed(
         self, position: Position, u: Tensor, cotangents: Callable[[Outputs], Outputs]
@@ -144,8 +144,8 @@ class ShardJacobians:
             a = cotangents(graph.outputs)
             moving = (u * scale).to(z.dtype).view_as(z)
             tangents = self._twice(position, graph, leaf, a, moving)
-        found = {n: (v, tangents.get(n)) for n, v in graph.outputs.items()}
-        return _linearised(found, scale, seen.rounding)
+        pairs = {n: (v, tangents.get(n)) for n, v in graph.outputs.items()}
+        return _linearised(pairs, scale, seen.rounding)
 
     def tolerance(self, dtype: torch.dtype, rounding: torch.dtype) -> float:
         """Return how far two products of `dtype` may differ, to the largest that they could be.
@@ -153,15 +153,15 @@ class ShardJacobians:
         Args:
             rounding: the dtype with the fewest digits on the way.
         """
-        found = replay_tolerance(self._precision, dtype)
-        found = max(found, REPLAY_TOLERANCE.get(rounding, REPLAY_TOLERANCE[torch.bfloat16]))
-        return max(found, REPLAY_TOLERANCE["fp16"]) if self.scaled else found
+        tolerance = replay_tolerance(self._precision, dtype)
+        tolerance = max(tolerance, REPLAY_TOLERANCE.get(rounding, REPLAY_TOLERANCE[torch.bfloat16]))
+        return max(tolerance, REPLAY_TOLERANCE["fp16"]) if self.scaled else tolerance
 
-    def no_tangent(self, position: Position, found: str) -> NoTangent:
-        """Return the error that neither way gives Ju, because of what was found."""
+    def no_tangent(self, position: Position, obstacle: str) -> NoTangent:
+        """Return the error that neither way gives Ju, because of an obstacle."""
         return NoTangent(
             f"{self._calls.where(position)}: expected every operation to have a forward-mode rule "
-            f"or a backward that can be differentiated again, got {found}; give a custom "
+            f"or a backward that can be differentiated again, got {obstacle}; give a custom "
             f"autograd.Function a jvp, or a backward made of differentiable operations, let a "
             f"hook pass create_graph=True, and write an operation of torch's own out of simpler "
             f"ones"
@@ -186,10 +186,12 @@ class ShardJacobians:
                 )
                 if _has_dead_end(product):
                     raise self.no_tangent(position, "a backward marked once_differentiable")
-                found = torch.autograd.grad(product, list(probes.values()), u, allow_unused=True)
+                gradients = torch.autograd.grad(
+                    product, list(probes.values()), u, allow_unused=True
+                )
         except ModelCallFailed as error:
             raise self.no_tangent(position, str(error.__cause__)) from error
-        return dict(zip(probes, found, strict=True))
+        return dict(zip(probes, gradients, strict=True))
 
     def _take(self, position: Position) -> tuple[dict[str, Any], str, Tensor]:
         arguments, name = self._feed.take(position), self._argument
@@ -213,9 +215,9 @@ def _real(arguments: Mapping[str, Any]) -> Iterator[str]:
 def missing_rule(error: ModelCallFailed) -> str:
     """Name the operation that forward mode could not pass."""
     message = str(error.__cause__)
-    found = WITHOUT_RULE.search(message)
-    if found is not None:
-        return found.group(1).removeprefix("aten::")
+    match = WITHOUT_RULE.search(message)
+    if match is not None:
+        return match.group(1).removeprefix("aten::")
     if message.startswith(WITHOUT_JVP):
         return "a custom autograd.Function"
     return f"{type(error.__cause__).__name__}: {message.splitlines()[0] if message else ''}"
@@ -240,10 +242,10 @@ def _has_dead_end(tensor: Tensor) -> bool:
 
 
 def _linearised(
-    found: dict[str, tuple[Tensor, Tensor | None]], scale: float, rounding: torch.dtype
+    pairs: dict[str, tuple[Tensor, Tensor | None]], scale: float, rounding: torch.dtype
 ) -> Linearised:
     outputs, tangents = {}, {}
-    for name, (value, tangent) in found.items():
+    for name, (value, tangent) in pairs.items():
         outputs[name] = value.detach()
         wide = accumulation_dtype(value.dtype)
         tangents[name] = (

@@ -41,7 +41,7 @@ def outer_at(
         dfdz: by the group's name, in the order of the shards.
     """
     unnamed = replace(group, name=SOLE_GROUP)  # outer is not told what the group is called
-    found = differentiate(
+    derivatives = differentiate(
         outer,
         {SOLE_GROUP: dfdz[group.name]},
         [unnamed],
@@ -50,13 +50,13 @@ def outer_at(
         widened=options.widened,
         called="outer",
     )
-    seen = found.seen[SOLE_GROUP]
+    seen = derivatives.seen[SOLE_GROUP]
     assert isinstance(seen, Tensor)
-    cotangents = found.cotangents[SOLE_GROUP]
+    cotangents = derivatives.cotangents[SOLE_GROUP]
     directions = nonzero(rows.parts({group.name: cotangents}))
     return OuterDifferentiated(
-        value=found.loss,
-        direct={n: g for n, g in found.parameters.items() if n not in found.unreached},
+        value=derivatives.loss,
+        direct={n: g for n, g in derivatives.parameters.items() if n not in derivatives.unreached},
         directions={position: part[BARE] for position, part in directions.items()},
         whole_directions=cotangents[BARE],
         dfdz=seen,

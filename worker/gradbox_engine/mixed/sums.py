@@ -33,10 +33,10 @@ class LeafSums:
         """Return the sums, for another process."""
         return Checkpoint(self._sums, {"reached": sorted(self._reached)})
 
-    def resume(self, found: Checkpoint) -> None:
+    def resume(self, state: Checkpoint) -> None:
         """Go on from a `state` of another process."""
-        self._sums = dict(found.tensors)
-        self._reached = set(found.facts["reached"])
+        self._sums = dict(state.tensors)
+        self._reached = set(state.facts["reached"])
 
     def clear(self) -> None:
         """Forget what was added."""

@@ -74,9 +74,9 @@ def check_independence(
     made = ready.buffers.advance(start).values
     for name in updates.keys() & norms.keys():
         predicted = after(norms[name], updates[name], module=name)
-        found = statistics_of(made, name)
-        mean_moved = _moved(ready, found.mean, predicted.mean)
-        if mean_moved or _moved(ready, found.var, predicted.var):
+        now = statistics_of(made, name)
+        mean_moved = _moved(ready, now.mean, predicted.mean)
+        if mean_moved or _moved(ready, now.var, predicted.var):
             buffer = f"{name}.{MEAN if mean_moved else VAR}"
             raise CoupledShards(
                 f"{where}: expected buffer {buffer!r} to follow batch norm's update rule, "
@@ -95,7 +95,7 @@ def compared_by_replay(record: ShardRecord, cotangents: RangeCotangents) -> bool
     return record.position in cotangents.needed and not record.after.beyond
 
 
-def _moved(ready: Prepared, found: Tensor, expected: Tensor) -> bool:
+def _moved(ready: Prepared, again: Tensor, expected: Tensor) -> bool:
     tolerance = replay_tolerance(ready.options.precision, expected.dtype)
     with torch.no_grad():
-        return float(relative_difference(found, expected)) > tolerance
+        return float(relative_difference(again, expected)) > tolerance

@@ -97,18 +97,18 @@ def rows_by_range(
 ) -> list[dict[str, tuple[int | None, ...]]]:
     """Return each range's part of the shards' numbers of rows; `joined_rows` backwards."""
     positions = all_positions(groups)
-    found: list[dict[str, list[int | None]]] = [{} for _ in parts]
-    for part, rows in zip(parts, found, strict=True):
+    by_part: list[dict[str, list[int | None]]] = [{} for _ in parts]
+    for part, rows in zip(parts, by_part, strict=True):
         for group, shard in positions[part.start : part.stop]:
             name = groups[group].name
             rows.setdefault(name, []).append(num_rows[name][shard])
-    return [{name: tuple(numbers) for name, numbers in rows.items()} for rows in found]
+    return [{name: tuple(numbers) for name, numbers in rows.items()} for rows in by_part]
 
 
 def by_range(rows: Sequence[RangeRows], whole: Whole) -> list[dict[str, Outputs]]:
     """Return each range's rows of tensors shaped like Z."""
     begin = dict.fromkeys(whole, 0)
-    found: list[dict[str, Outputs]] = []
+    parts: list[dict[str, Outputs]] = []
     for of_range in rows:
         part: dict[str, Outputs] = {}
         for group in (name for name in of_range if name in whole):
@@ -119,8 +119,8 @@ def by_range(rows: Sequence[RangeRows], whole: Whole) -> list[dict[str, Outputs]
                 if tensor is not None
             }
             begin[group] = end
-        found.append(part)
-    return found
+        parts.append(part)
+    return parts
 
 
 def compare(
@@ -135,8 +135,8 @@ def compare(
     """Compare what the shards of a range gave in two first passes."""
     positions = all_positions(groups)[part.start : part.stop]
     one, other = (
-        ShardRows(groups, found.rows, positions=positions).parts(found.outputs)
-        for found in (again, first)
+        ShardRows(groups, of_range.rows, positions=positions).parts(of_range.outputs)
+        for of_range in (again, first)
     )
     for position in positions:
         shard = shard_name(groups, position)

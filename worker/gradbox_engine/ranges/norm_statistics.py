@@ -154,8 +154,8 @@ def composed(
     for norms in ranges:
         starts.append(dict(state))
         for name, update in norms.items():
-            found = state.get(name)
-            state[name] = after(found, update, module=name) if found else update.after
+            start = state.get(name)
+            state[name] = after(start, update, module=name) if start else update.after
     return starts, state
 
 

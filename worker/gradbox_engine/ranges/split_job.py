@@ -134,9 +134,9 @@ class SplitJob:
                 start=part.start,
                 stop=part.stop,
                 forward_s=self._outputs[part.index].seconds if self._outputs else 0.0,
-                replay_s=found.seconds if (found := self._gradients.get(part.index)) else 0.0,
+                replay_s=done.seconds if (done := self._gradients.get(part.index)) else 0.0,
                 devices_lost=self._losses.of(part),
-                retained=found.retained if found else self._kept[part.index] if self._kept else 0,
+                retained=done.retained if done else self._kept[part.index] if self._kept else 0,
                 rerun_difference=self._rerun_difference[part.index],
             )
             for part in self._parts

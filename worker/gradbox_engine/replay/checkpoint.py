@@ -38,7 +38,7 @@ class Sums(Protocol):
     def state(self) -> Checkpoint:
         """Return the sums, for another process."""
 
-    def resume(self, found: Checkpoint) -> None:
+    def resume(self, state: Checkpoint) -> None:
         """Go on from a `state` of another process."""
 
 
@@ -131,18 +131,18 @@ class JobCheckpoint:
         Raises:
             ReplayMismatch: a shard that was done does not repeat its z in this process.
         """
-        found = self._kept.read()
-        if found is None:
+        written = self._kept.read()
+        if written is None:
             return Resumed([])
-        found = found.to(self._ready.device)
-        records = _unpacked_records(found, self._ready.buffers)
+        written = written.to(self._ready.device)
+        records = _unpacked_records(written, self._ready.buffers)
         if (records[0].after.beyond or AS_REGISTERED).lacks:
             self._check_repeats(records[0])
-        if "second" not in found:
+        if "second" not in written:
             self._check_repeats(records[-1])
             return Resumed(records)
-        self._sums.resume(found.section("sums"))
-        return Resumed(records, found.section("second"))
+        self._sums.resume(written.section("sums"))
+        return Resumed(records, written.section("second"))
 
     def _due(self, records: Sequence[ShardRecord]) -> bool:
         beyond = self._ready.buffers.beyond
@@ -176,11 +176,11 @@ def _packed_records(records: Sequence[ShardRecord], beyond: ModelState) -> dict[
     return {"records": Checkpoint(tensors, facts), "buffers": packed(states, beyond)}
 
 
-def _unpacked_records(found: Checkpoint, buffers: Buffers) -> list[ShardRecord]:
-    told = found.section("records")
-    states = unpacked(found.section("buffers"), buffers.first, buffers.beyond)
+def _unpacked_records(written: Checkpoint, buffers: Buffers) -> list[ShardRecord]:
+    of_records = written.section("records")
+    states = unpacked(written.section("buffers"), buffers.first, buffers.beyond)
     outputs: dict[int, dict[str, Tensor]] = {}
-    for key, tensor in told.tensors.items():
+    for key, tensor in of_records.tensors.items():
         kind, index, name = key.split("/", 2)
         if kind == "z":
             outputs.setdefault(int(index), {})[name] = tensor
@@ -188,9 +188,9 @@ def _unpacked_records(found: Checkpoint, buffers: Buffers) -> list[ShardRecord]:
         ShardRecord(
             Position(group, shard),
             outputs[index],
-            [told.tensors[f"penalties/{index}/{number}"] for number in range(num_penalties)],
+            [of_records.tensors[f"penalties/{index}/{number}"] for number in range(num_penalties)],
             before=states[index],
             after=states[index + 1],
         )
-        for index, (group, shard, num_penalties) in enumerate(told.facts["shards"])
+        for index, (group, shard, num_penalties) in enumerate(of_records.facts["shards"])
     ]

@@ -109,8 +109,8 @@ def differentiate(
 def _gradients(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
     if not loss.requires_grad:
         return [None] * len(leaves)
-    found = torch.autograd.grad(loss, leaves, allow_unused=True)
-    return [None if g is None else g.to_dense() for g in found]
+    gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+    return [None if g is None else g.to_dense() for g in gradients]
 
 
 def _evaluate(objective: Objective, seen: dict[str, Z], inputs: dict[str, Any]) -> Any:
@@ -187,8 +187,8 @@ def nonzero(cotangents: Mapping[Position, Outputs]) -> dict[Position, Outputs]:
     """
     given = {position: part for position, part in cotangents.items() if part}
     flags = [(position, c.any()) for position, part in given.items() for c in part.values()]
-    found = torch.stack([flag for _, flag in flags]).tolist() if flags else []
-    chosen = {position for (position, _), flag in zip(flags, found, strict=True) if flag}
+    on_host = torch.stack([flag for _, flag in flags]).tolist() if flags else []
+    chosen = {position for (position, _), flag in zip(flags, on_host, strict=True) if flag}
     for group in {position.group for position in given}:
         members = [position for position in given if position.group == group]
         if not chosen.intersection(members):

@@ -27,7 +27,7 @@ from gradbox_engine.model.precision import accumulation_dtype
 class GradientSums:
     """One sum for each parameter that a backward pass has reached.
 
-    Gradients are `scale` times too large, see `fp16_scaling`, and are divided by it.
+    Gradients are `scale` times too large, see `replay`, and are divided by it.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
@@ -82,10 +82,10 @@ class GradientSums:
         """Return the sums so far, for another process."""
         return Checkpoint(self._sums, {"scale": self.scale})
 
-    def resume(self, found: Checkpoint) -> None:
+    def resume(self, state: Checkpoint) -> None:
         """Go on from a `state` of another process."""
-        self._sums = {n: t.to(self.parameters[n].device) for n, t in found.tensors.items()}
-        self.scale = found.facts["scale"]
+        self._sums = {n: t.to(self.parameters[n].device) for n, t in state.tensors.items()}
+        self.scale = state.facts["scale"]
 
     def finite(self) -> bool:
         """Return whether every entry of every sum is finite; waits for the device."""
@@ -131,7 +131,7 @@ _num_holders = getattr(torch._C, "_storage_Use_Count", None)
 
 
 def _alone(gradient: Tensor) -> bool:
-    """Tell whether a gradient is the only holder of its memory, and all that is in it."""
+    """Return whether a gradient is the only holder of its memory, and all that is in it."""
     storage = gradient.untyped_storage()
     return (
         _num_holders is not None

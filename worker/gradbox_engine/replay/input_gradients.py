@@ -17,7 +17,7 @@ InputGrads = dict[str, dict[str, tuple[Tensor, ...]]]
 def collect(
     groups: Sequence[Group],
     wanted: Mapping[str, Sequence[str]],
-    found: Mapping[Position, Mapping[str, Tensor | None]],
+    by_shard: Mapping[Position, Mapping[str, Tensor | None]],
     *,
     device: torch.device,
 ) -> tuple[InputGrads, list[str]]:
@@ -30,7 +30,7 @@ def collect(
     for index, group in enumerate(groups):
         for name in wanted[group.name]:
             shards = [
-                found.get(Position(index, place), {}).get(name)
+                by_shard.get(Position(index, place), {}).get(name)
                 for place in range(len(group.shards))
             ]
             if all(gradient is None for gradient in shards):

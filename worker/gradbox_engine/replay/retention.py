@@ -88,7 +88,7 @@ class GraphBudget:
         return self._fits(self._latest_bytes)
 
     def admit(self, num_bytes: int) -> bool:
-        """Say whether a graph is kept, given the bytes that it holds, and count it if it is."""
+        """Return whether a graph is kept, given the bytes that it holds, and count it if it is."""
         self._latest_bytes = max(num_bytes, 1)
         if not self._fits(num_bytes):
             return False

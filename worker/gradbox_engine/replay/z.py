@@ -125,14 +125,14 @@ def _length(whole: Outputs) -> int:
 
 
 def _num_rows(group: str, shard: int, outputs: Outputs) -> int | None:
-    found = {None if z.ndim == 0 else z.shape[0] for z in outputs.values()}
-    if len(found) != 1:
+    numbers = {None if z.ndim == 0 else z.shape[0] for z in outputs.values()}
+    if len(numbers) != 1:
         raise BadOutput(
             f"group {group!r}, shard {shard}: expected outputs with one number of samples, got "
             f"{_shapes(outputs)}; by readout= expand one number for all to (samples,), as in "
             f"scale.expand(len(z)), or pick one output"
         )
-    return found.pop()
+    return numbers.pop()
 
 
 def check_alike(group: str, shard: int, outputs: Outputs, first: Outputs) -> None:

@@ -24,10 +24,9 @@ from gradbox_engine.ranges.held_job import (
 )
 from gradbox_engine.ranges.protocol import Range, RangeCotangents
 from gradbox_engine.replay.first_pass import GraphCalls
-from gradbox_engine.replay.fp16_scaling import scaled_replay
 from gradbox_engine.replay.gradient_sums import GradientSums
 from gradbox_engine.replay.kept_graphs import bytes_beside, places_of
-from gradbox_engine.replay.replay import ReplayProgress
+from gradbox_engine.replay.replay import ReplayProgress, replay
 from gradbox_engine.replay.retention import NONE_OLDER, GraphBudget, graph_budget
 from gradbox_engine.replay.shard_record import ShardRecord
 from gradbox_engine.replay.z import NumRows, concatenated
@@ -140,7 +139,7 @@ class SetPasses:
     ) -> ReplayProgress:
         """Replay the range."""
         assert isinstance(held.sums, GradientSums)
-        return scaled_replay(
+        return replay(
             self.ready,
             held.records,
             needed,
