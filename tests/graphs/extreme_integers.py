@@ -17,8 +17,8 @@ import torch
 
 from gradbox.errors import GraphRefused
 from gradbox.graphs import allow_list
-from gradbox.interpreting.memory_meter import Meter
-from gradbox.interpreting.program import _function, _method
+from gradbox_worker.interpreting.memory_meter import Meter
+from gradbox_worker.interpreting.program import _function, _method
 
 DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 OF_THE_GRAPH = {allow_list.FIELD, allow_list.ATTRIBUTE, allow_list.GRAD_MODE}

@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradbox.errors import GradboxError
 from gradbox.graphs.schema import Graph
-from gradbox.interpreting.build import build
 from gradbox.tracing.trace import trace
+from gradbox_worker.interpreting.build import build
 
 # The fixture's own: it forbids the flags by which CTC is kept from cuDNN.
 LEFT_OUT = {"nn.functional.ctc_loss"}

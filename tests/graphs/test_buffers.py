@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradbox.interpreting.build import build
 from gradbox.tracing.trace import trace
+from gradbox_worker.interpreting.build import build
 
 D = 3
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from gradbox.errors import UntraceableLoss
-from gradbox.interpreting.build import build
 from gradbox.tracing.trace import trace
+from gradbox_worker.interpreting.build import build
 from tests.graphs.checks import CHECKS, NO_CHECKS, not_all_positive
 
 MATRIX = torch.rand(4, 3, dtype=torch.float64) + 0.1

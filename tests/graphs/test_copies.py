@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradbox.errors import UntraceableLoss
-from gradbox.interpreting.build import build
 from gradbox.tracing.trace import trace
+from gradbox_worker.interpreting.build import build
 from tests.graphs.test_refused import NODE_Z, call, graph_of
 
 Pair = namedtuple("Pair", "first second")

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from gradbox import losses
 from gradbox.errors import GraphRefused
-from gradbox.interpreting import memory_meter
-from gradbox.interpreting.memory_meter import Meter, metered
+from gradbox_worker.interpreting import memory_meter
+from gradbox_worker.interpreting.memory_meter import Meter, metered
 
 Z = torch.arange(24, dtype=torch.float64).reshape(6, 4)
 MASK = Z > 10

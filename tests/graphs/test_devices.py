@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gradbox.errors import GraphRefused
-from gradbox.interpreting.build import build
+from gradbox_worker.interpreting.build import build
 from tests.graphs.test_refused import NODE_Z, call, graph_of
 
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradbox.errors import UntraceableLoss
-from gradbox.interpreting.build import build
 from gradbox.tracing.trace import trace
+from gradbox_worker.interpreting.build import build
 
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 K = 5

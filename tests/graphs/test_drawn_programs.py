@@ -11,9 +11,9 @@ from torch import Tensor
 
 from gradbox.errors import GraphRefused
 from gradbox.graphs.schema import Graph
-from gradbox.interpreting.build import build
-from gradbox.interpreting.memory_meter import metered
 from gradbox.tracing.trace import trace
+from gradbox_worker.interpreting.build import build
+from gradbox_worker.interpreting.memory_meter import metered
 from tests.graphs.drawn_programs import Program, function_of, tensors
 
 NUM_DRAWS = 60

@@ -15,8 +15,8 @@ from gradbox.errors import GraphRefused
 from gradbox.graphs import allow_list
 from gradbox.graphs.check import check_graph
 from gradbox.graphs.schema import Graph
-from gradbox.interpreting.build import build
-from gradbox.interpreting.memory_meter import metered
+from gradbox_worker.interpreting.build import build
+from gradbox_worker.interpreting.memory_meter import metered
 from tests.graphs.test_refused import FORMS, MODEL_ERRORS
 
 ANY = settings(deadline=None, suppress_health_check=list(HealthCheck))

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 
 from gradbox.errors import GraphRefused, UntraceableLoss
 from gradbox.graphs import allow_list
-from gradbox.interpreting.build import build
 from gradbox.tracing.trace import trace
+from gradbox_worker.interpreting.build import build
 from tests.graphs.test_refused import NODE_Z, call, graph_of
 
 UNCHECKED = [

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradbox.errors import GraphRefused, UntraceableLoss
-from gradbox.interpreting.build import GraphFunction, build
 from gradbox.tracing.trace import Traced, trace
+from gradbox_worker.interpreting.build import GraphFunction, build
 from tests.graphs.module_losses import Attention, D, N, Recurrence, Twice
 from tests.graphs.modules import ABSTRACT, RECORDED, REFUSED
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from gradbox.graphs import allow_list, targets
-from gradbox.interpreting.build import build
 from gradbox.tracing.trace import trace
+from gradbox_worker.interpreting.build import build
 
 Z = torch.rand(4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.5
 OTHERS: tuple[tuple[Any, ...], ...] = ((), (Z.T.clone(),), (1,), (1, 1), (Z, Z), (0, Z.long()))

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from gradbox.errors import UntraceableLoss
-from gradbox.interpreting.build import build
 from gradbox.tracing.trace import trace
+from gradbox_worker.interpreting.build import build
 
 
 def number(z: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ from gradbox.errors import GraphRefused, InvalidInputs
 from gradbox.graphs import allow_list, targets
 from gradbox.graphs.check import check_graph
 from gradbox.graphs.schema import Graph
-from gradbox.interpreting.build import build
-from gradbox.interpreting.memory_meter import metered
+from gradbox_worker.interpreting.build import build
+from gradbox_worker.interpreting.memory_meter import metered
 
 Z = {"op": "placeholder", "name": "z", "target": "z"}
 NODE_Z = {"node": "z"}

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from gradbox.errors import GraphRefused
 from gradbox.graphs.check import arguments_of, check_graph
 from gradbox.graphs.schema import Graph
-from gradbox.interpreting.build import build
 from gradbox.tracing.trace import Traced, trace
+from gradbox_worker.interpreting.build import build
 from tests.graphs.cases import CASES, Case, LearnedScale
 
 TOLERANCE = 1e-12  # float64, the same operations in the same order

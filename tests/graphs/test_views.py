@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from gradbox.errors import UntraceableLoss
-from gradbox.interpreting.build import build
 from gradbox.tracing.trace import trace
+from gradbox_worker.interpreting.build import build
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "T": lambda z: z.T,

@@ -17,7 +17,7 @@ import torch
 from gradbox_worker.device.importing import import_for_jobs
 
 print(*sys.modules)
-from gradbox.interpreting.memory_meter import metered
+from gradbox_worker.interpreting.memory_meter import metered
 from gradbox_engine.per_sample import jacobian, per_sample_gradient
 
 model, shard = torch.nn.Linear(3, 2), {"0": torch.randn(4, 3)}

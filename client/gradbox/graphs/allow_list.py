@@ -7,7 +7,7 @@ callable or a string to evaluate, no input or output, no storage and no autograd
 there a function whose kernel believes values that it should check (`grid_sample`,
 `linalg.lu_solve`, `linalg.ldl_solve`, `embedding_bag`, `max_unpool2d`): it would reach any memory
 of the box. What such a kernel can be spared by a check is in
-`gradbox.interpreting.kernel_arguments`.
+`gradbox_worker.interpreting.kernel_arguments`.
 
 A function with two names has one here, the first of `FUNCTIONS` that is the same object; `targets`
 looks functions up by identity. A method's in-place twin (`add_`) is listed where gradients flow

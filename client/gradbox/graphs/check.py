@@ -3,7 +3,7 @@
 A graph that comes over the wire is a stranger's. `check_graph` reads it once, node by node, and
 refuses what `allow_list` does not name, what is not in the order in which it runs, and what exceeds
 the limits below. What depends on values (the size that a list repetition makes, the memory that an
-operation takes) is bounded when the graph runs: `gradbox.interpreting`.
+operation takes) is bounded when the graph runs: `gradbox_worker.interpreting`.
 """
 
 from __future__ import annotations

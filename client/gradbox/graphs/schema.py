@@ -1,7 +1,7 @@
 """A traced function as JSON: the nodes of a torch.fx graph, with names in place of functions.
 
 Here is the form; `allow_list` has the names that it may hold. `gradbox.tracing` makes such a graph
-from a Python function and `gradbox.interpreting` a function from such a graph: both need torch.
+from a Python function, `gradbox_worker.interpreting` a function from such a graph: both need torch.
 """
 
 from __future__ import annotations

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from gradbox.errors import InvalidInputs
 from gradbox.graphs.check import arguments_of
-from gradbox.interpreting.build import build
-from gradbox.interpreting.memory_meter import metered
 from gradbox.losses import BUILTIN
 from gradbox.protocol import (
     BuiltinLoss,
@@ -28,6 +26,8 @@ from gradbox.protocol import (
 from gradbox_engine import Group, Objective, Penalty
 from gradbox_engine.model.weights import wide_dtype
 from gradbox_worker.computations.placement import memory_bytes
+from gradbox_worker.interpreting.build import build
+from gradbox_worker.interpreting.memory_meter import metered
 
 # What one call of a traced function may allocate, as a share of the device's memory.
 SHARE_FOR_FUNCTIONS: Final = 0.5

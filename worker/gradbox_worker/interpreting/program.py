@@ -13,7 +13,7 @@ from gradbox.graphs import allow_list, targets
 from gradbox.graphs.argument_rules import function_writes
 from gradbox.graphs.check import arguments_of
 from gradbox.graphs.schema import Graph, Node
-from gradbox.interpreting.bounded_arithmetic import with_bounds
+from gradbox_worker.interpreting.bounded_arithmetic import with_bounds
 
 Values = dict[str, Any]
 _Reader = Callable[[Values], Any]

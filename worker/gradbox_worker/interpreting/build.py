@@ -17,8 +17,8 @@ import torch
 from gradbox.errors import InvalidInputs
 from gradbox.graphs.check import check_graph
 from gradbox.graphs.schema import Graph
-from gradbox.interpreting.in_place_copies import Copies, uncopied
-from gradbox.interpreting.program import COPIES, OUTER, TENSORS, Program, Values
+from gradbox_worker.interpreting.in_place_copies import Copies, uncopied
+from gradbox_worker.interpreting.program import COPIES, OUTER, TENSORS, Program, Values
 
 # A loss comes back with every step of a training loop. Of larger graphs no program is kept.
 _KEPT_PROGRAMS: Final = 32

@@ -16,7 +16,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradbox.errors import GraphRefused
-from gradbox.interpreting.crashing_kernels import as_number, without_crashes
+from gradbox_worker.interpreting.crashing_kernels import as_number, without_crashes
 
 MAX_EXTENT: Final = 2**20  # of a window, its step, its dilation, a padding, an output's side
 # oneDNN's backward of a convolution crashes from strides of 4096 on, depending on the channels; in

@@ -16,8 +16,8 @@ import torch
 from gradbox.errors import GraphRefused
 from gradbox.graphs import allow_list
 from gradbox.graphs.check import MAX_INTEGER, MAX_LIST, names_device
-from gradbox.interpreting.crashing_kernels import as_number
-from gradbox.interpreting.kernel_arguments import with_checked_arguments
+from gradbox_worker.interpreting.crashing_kernels import as_number
+from gradbox_worker.interpreting.kernel_arguments import with_checked_arguments
 
 MAX_PIECES: Final = 16_384  # tensors that one call may return
 
