@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import wraps
+from inspect import Parameter
 from typing import Any, TypeVar
 
 from gradbox.errors import InvalidJob
@@ -13,8 +14,11 @@ from gradbox.errors import InvalidJob
 Called = TypeVar("Called", bound=Callable[..., Any])
 
 
-def explain_arguments(called: Called) -> Called:
+def explain_arguments(called: Called, *, options: type | None = None) -> Called:
     """Decorate a function, or the constructor of a class, to say which argument was meant.
+
+    Args:
+        options: the TypedDict of its keyword arguments beside those of its signature.
 
     Raises, where it is called:
         InvalidJob: an argument is misspelt, missing, or given by position where it goes by name.
@@ -25,19 +29,39 @@ def explain_arguments(called: Called) -> Called:
 
     @wraps(called)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if options is not None:
+            described = _parameters(called, options)
+            if not {parameter.name for parameter in described}.issuperset(kwargs):
+                raise InvalidJob(_mistake(called, described, args, kwargs))
         try:
             return called(*args, **kwargs)
         except TypeError as error:
             if error.__traceback__ is None or error.__traceback__.tb_next is not None:
                 raise  # from within what was called
-            raise InvalidJob(_mistake(called, args, kwargs) or str(error)) from None
+            described = _parameters(called, options)
+            raise InvalidJob(_mistake(called, described, args, kwargs) or str(error)) from None
 
     return call  # type: ignore[return-value]
 
 
-def _mistake(called: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Say what is wrong with the arguments of a call; "" if that is none of the usual mistakes."""
+def _parameters(called: Callable[..., Any], options: type | None) -> list[Parameter]:
+    """Return the parameters of a call, each option one of them."""
     parameters = [*inspect.signature(called).parameters.values()]
+    if options is None:
+        return parameters
+    named = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=None) for name in options.__annotations__
+    ]
+    return [p for p in parameters if p.kind is not Parameter.VAR_KEYWORD] + named
+
+
+def _mistake(
+    called: Callable[..., Any],
+    parameters: list[Parameter],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> str:
+    """Say what is wrong with the arguments of a call; "" if that is none of the usual mistakes."""
     if parameters[0].name == "self":
         parameters, args = parameters[1:], args[1:]
     places = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Unpack
 
 import httpx
 
@@ -20,7 +21,16 @@ from gradbox.http.connection import Connection, Retry, parsed
 from gradbox.http.paths import blob_path, job_path, model_path
 from gradbox.http.posting import Answered
 from gradbox.job import QUICK_S, Job
-from gradbox.protocol import BlobList, BlobView, JobList, JobState, JobView, ModelList, ModelView
+from gradbox.protocol import (
+    BlobList,
+    BlobView,
+    JobList,
+    JobState,
+    JobView,
+    ModelKeywords,
+    ModelList,
+    ModelView,
+)
 from gradbox.results.result import GradResult
 from gradbox.settings import ClientSettings, find_settings
 from gradbox.submitting import Submitter
@@ -240,25 +250,16 @@ class GradClient:
         """
         return parsed(ModelView, self._connection.request("GET", model_path(name)))
 
-    @explain_arguments
+    @partial(explain_arguments, options=ModelKeywords)
     def model(
         self,
         model: str,
         *,
-        mode: Literal["eval", "train"] = "eval",
-        seed: int = 0,
-        output: str | int | None = None,
         readout: Callable[..., Any] | None = None,
         wrt: str | Sequence[str] | None = None,
         weights: Mapping[str, Tensor] | None = None,
-        precision: Literal["fp32", "tf32", "bf16", "fp16", "fp64"] = "fp32",
-        retain: int | Literal["auto"] = "auto",
-        transfer: Literal["exact", "bf16", "fp16"] = "exact",
-        priority: int = 0,
-        timeout_s: float = 3600.0,
-        devices: int | Literal["auto"] = 1,
-        name: str = "",
         progress: bool | None = False,
+        **options: Unpack[ModelKeywords],
     ) -> RemoteModel:
         """Return a registered model as a callable whose outputs have a `grad_fn`; needs torch.
 
@@ -269,43 +270,29 @@ class GradClient:
 
         Args:
             model: NAME, or NAME@VERSION with at least 8 digits of the version.
-            mode: of the first calls; `train()` and `eval()` change it.
+            readout, wrt: as for `Gradient`.
             weights: a partial state dict laid over the registered weights. Its tensors may change
                 between calls: each call sees the numbers they have when it is made.
-            retain: memory in bytes on the box for graphs kept from the calls until `backward()`, so
-                that fewer calls are replayed; 0 keeps none, "auto" takes what is free there.
-            transfer: the format of gradients, and of the parameters in `weights` as they are sent.
             progress: whether its jobs show progress bars, as for `Job.wait`.
-
-        The other arguments are those of `Gradient`.
+            options: mode, seed, output, precision, retain, transfer, priority, timeout_s, devices
+                and name, as for `Gradient`. `mode` is that of the first calls; `train()` and
+                `eval()` change it. `retain` is for graphs kept on the box from the calls until
+                `backward()`. `transfer` is the format of gradients, and of the parameters in
+                `weights` as they are sent.
 
         Raises:
             UnknownModel: there is none of that name.
             UnusableModel: the box cannot build it.
             ModuleNotFoundError: torch is not installed here.
         """
-        from gradbox.remote import JobOptions, RemoteModel
+        from gradbox.remote import RemoteModel, RemoteOptions
 
         view = self.model_info(model)
         if not view.usable:
             raise UnusableModel(f"the model {view.name!r} cannot be used: {view.reason}")
-        options = JobOptions(
-            model=f"{view.name}@{view.version}",
-            seed=seed,
-            output=output,
-            readout=readout,
-            wrt=wrt,
-            precision=precision,
-            retain=retain,
-            transfer=transfer,
-            priority=priority,
-            timeout_s=timeout_s,
-            devices=devices,
-            name=name,
-        )
-        return RemoteModel(
-            self, view, mode=mode, weights=weights, options=options, progress=progress
-        )
+        named = f"{view.name}@{view.version}"
+        given = RemoteOptions(model=named, readout=readout, wrt=wrt, **options)
+        return RemoteModel(self, view, weights=weights, options=given, progress=progress)
 
     def _models(self, method: str, path: str) -> ModelList:
         return parsed(ModelList, self._connection.request(method, path))

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -15,9 +15,15 @@ from gradbox.errors import InvalidInputs, InvalidJob
 from gradbox.inputs.known_tensors import KnownTensors, SentTensor
 from gradbox.inputs.shards import ShardGroup, read_groups
 from gradbox.inputs.uploads import Uploads
-from gradbox.protocol import CotangentGradientSpec, JobSpec, TracedFunction
+from gradbox.protocol import (
+    CotangentGradientSpec,
+    GradientOptions,
+    JobOptions,
+    JobSpec,
+    TracedFunction,
+    options_of,
+)
 from gradbox.protocol.spec import describe_validation
-from gradbox.protocol.spec_fields import Transfer
 from gradbox.tensors.blob import Blob
 from gradbox.tensors.tensor_bytes import Tensor
 
@@ -44,56 +50,28 @@ class Submission:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Computation(ABC):
-    """The arguments that all computations share.
+class ModelCall:
+    """Which model a computation calls, and with what.
 
     Args:
         model: NAME, or NAME@VERSION with at least 8 digits of the version.
         inputs: a list of shards, or {group: list of shards}; a shard is {argument: tensor}, a bare
             tensor (the first argument) or a tuple. Torch tensors and NumPy arrays alike.
-        output: which part of the model's output is z: a name or an index. Not needed if the model
-            returns one tensor.
         readout: a function (output, inputs) → z that runs on the box after `output`: pooling, say.
             It is traced, as the loss is.
         method: the entry point, or {group: entry point}.
-        mode: "train" calls the model as `model.train()` does, with dropout and batch statistics.
-        seed: of the random streams; shard i of group k draws from (seed, k, i) alone.
         weights: a partial state dict, name → tensor of the registered one's shape, laid over the
             registered weights for this job alone.
-        priority: from -10 to 10; higher goes first. Above 0 needs the token of the box's owner.
-        timeout_s: seconds that the job may run, up to a week.
-        devices: how many devices of the box's cluster the job may run on at once: at most so many,
-            of those that are idle when it starts, or "auto" for all of them. It never waits for
-            more than one.
-        precision: "fp32" computes in the weights' own dtype; "tf32", "bf16" and "fp16" in less
-            where the model's arithmetic can, "fp64" in float64 throughout. Gradients are summed in
-            float32 or wider.
-        streams: whether random numbers belong to shards, or to samples ("sample"), so that another
-            cut into shards gives the same gradient.
-        transfer: the format of gradients in the result file: "bf16" and "fp16" halve the bytes. The
-            result gives them back in the dtype that they had; its receipt states the rounding.
-            Tensors of `weights` may then come in this format, too, and are widened on the box.
         order: the permutation that puts Z into the order that the loss expects, as `pack` gives it:
             integers of shape (samples,), or {group: integers}.
-        name: what listings show.
     """
 
     model: str
     inputs: Any
-    output: str | int | None = None
     readout: Callable[..., Any] | None = None
     method: str | Mapping[str, str] = "forward"
-    mode: Literal["eval", "train"] = "eval"
-    seed: int = 0
     weights: Mapping[str, Tensor] | None = None
-    priority: int = 0
-    timeout_s: float = 3600.0
-    devices: int | Literal["auto"] = 1
-    precision: Literal["fp32", "tf32", "bf16", "fp16", "fp64"] = "fp32"
-    streams: Literal["shard", "sample"] = "shard"
-    transfer: Transfer = "exact"
     order: Tensor | Mapping[str, Tensor] | None = None
-    name: str = ""
 
     def __post_init__(self) -> None:
         _ = self.groups
@@ -102,6 +80,11 @@ class Computation(ABC):
     def groups(self) -> tuple[ShardGroup, ...]:
         """`inputs`, read into groups of named shards."""
         return read_groups(self.inputs, method=self.method, order=self.order)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Computation(JobOptions, ModelCall, ABC):
+    """The arguments that all computations share are those of `ModelCall` and of `JobOptions`."""
 
     @abstractmethod
     def prepare(self, known: KnownTensors | None = None) -> Submission:
@@ -130,21 +113,11 @@ class Computation(ABC):
                 f"weights: expected {{name: tensor}}, got {type(overlay).__name__}; "
                 f"write model.state_dict()"
             )
-        return {
+        return options_of(self, JobOptions) | {
             "model": self.model,
             "inputs": uploads.groups(self.groups),
-            "output": self.output,
             "readout": self._traced_readout(uploads),
-            "mode": self.mode,
-            "seed": self.seed,
             "weights": uploads.named(overlay, where="weights"),
-            "transfer": self.transfer,
-            "priority": self.priority,
-            "timeout_s": self.timeout_s,
-            "devices": self.devices,
-            "precision": self.precision,
-            "streams": self.streams,
-            "name": self.name,
         }
 
     def _traced_readout(self, uploads: Uploads) -> TracedFunction | None:
@@ -154,24 +127,19 @@ class Computation(ABC):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Differentiated(Computation):
+class Differentiated(Computation, GradientOptions):
     """The arguments of computations that give gradients of the model's own parameters.
 
     Args:
         wrt: globs over the names of parameters, and of modules, which stand for all parameters
             below them; by default every floating-point parameter.
-        retain: memory in bytes for graphs kept from the first pass, so that fewer shards are
-            replayed; 0 keeps one shard's graph at a time, "auto" takes what is free on the device.
     """
 
     wrt: str | Sequence[str] | None = None
-    retain: int | Literal["auto"] = "auto"
 
     def shared_fields(self, uploads: Uploads) -> dict[str, Any]:
-        return super().shared_fields(uploads) | {
-            "wrt": globs(self.wrt),
-            "retain": self.retain,
-        }
+        options = options_of(self, GradientOptions)
+        return super().shared_fields(uploads) | options | {"wrt": globs(self.wrt)}
 
 
 def prepared(computation: Computation, known: KnownTensors | None = None) -> Submission:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from gradbox.arguments import explain_arguments
 from gradbox.computations.computation import Differentiated, Submission, checked, listed
 from gradbox.inputs.known_tensors import KnownTensors
 from gradbox.inputs.uploads import Uploads
 from gradbox.protocol import ForwardSpec
+from gradbox.protocol.options import Retain
 from gradbox.protocol.spec import ForwardReturned
 
 
@@ -35,7 +35,7 @@ class Forward(Differentiated):
         InvalidInputs: the inputs are empty, are not tensors, or do not fit each other.
     """
 
-    retain: int | Literal["auto"] = 0
+    retain: Retain = 0
     returns: Sequence[ForwardReturned] = ("outputs",)
 
     def __repr__(self) -> str:

@@ -21,7 +21,10 @@ from gradbox.protocol import (
     CotangentGradientSpec,
     GradientSpec,
     GraphLoss,
+    RunOptions,
     TracedFunction,
+    option_names,
+    options_of,
 )
 from gradbox.protocol.spec import Returned
 from gradbox.protocol.spec_fields import Scalar
@@ -29,9 +32,7 @@ from gradbox.protocol.spec_fields import Scalar
 if TYPE_CHECKING:
     import torch
 
-BESIDE_COTANGENTS: Final = frozenset(
-    {"loss", "wrt", "returns", "transfer", "priority", "timeout_s", "devices", "name"}
-)
+BESIDE_COTANGENTS: Final = option_names(RunOptions) | {"loss", "wrt", "returns"}
 
 Loss: TypeAlias = "Callable[..., Any] | torch.nn.Module | Builtin | Cotangents"
 
@@ -122,11 +123,7 @@ class Gradient(Differentiated):
             loss=loss.spec(uploads),
             wrt=globs(self.wrt),
             returns=listed(self.returns),
-            transfer=self.transfer,
-            priority=self.priority,
-            timeout_s=self.timeout_s,
-            devices=self.devices,
-            name=self.name,
+            **options_of(self, RunOptions),
         )
         return Submission.of(spec, uploads)
 

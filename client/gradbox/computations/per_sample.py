@@ -15,6 +15,7 @@ from gradbox.errors import InvalidInputs, InvalidJob
 from gradbox.inputs.known_tensors import KnownTensors
 from gradbox.inputs.uploads import Uploads
 from gradbox.protocol import GraphLoss, JacobianSpec, PerSampleGradientSpec, TensorRef
+from gradbox.protocol.options import Transfer
 from gradbox.protocol.per_sample import (
     Check,
     Form,
@@ -22,7 +23,6 @@ from gradbox.protocol.per_sample import (
     JacobianReduction,
     ProjectionKind,
 )
-from gradbox.protocol.spec_fields import Transfer
 from gradbox.tensors.tensor_bytes import Tensor, is_tensor, is_torch_importable, tensor_bytes
 
 if TYPE_CHECKING:

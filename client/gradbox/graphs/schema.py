@@ -17,7 +17,7 @@ MAX_NODES: Final = 5000
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=200)]
 
 
-class Node(WireForm):
+class Node(WireForm, frozen=True):
     """One node.
 
     `target` is an argument's name (placeholder), a tensor's name (get_attr), a function's name from
@@ -32,7 +32,7 @@ class Node(WireForm):
     kwargs: Entries[Name, Any] = {}  # noqa: RUF012
 
 
-class Graph(WireForm):
+class Graph(WireForm, frozen=True):
     """The nodes of one function in the order in which they run; the last one is the output."""
 
     nodes: Annotated[Items[Node], Field(min_length=1, max_length=MAX_NODES)]

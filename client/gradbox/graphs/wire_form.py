@@ -7,9 +7,9 @@ an object with more names than its form has fields is one error.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 Key = TypeVar("Key")
@@ -21,10 +21,21 @@ Entries = Annotated[dict[Key, Entry], Field(fail_fast=True)]
 """A dict that is validated up to its first wrong entry."""
 
 
-class WireForm(BaseModel):
+def _no_other_than_a_number(value: Any) -> Any:
+    """Refuse what Python, or Pydantic, would read as a number: `true` is not 1, nor is "1"."""
+    if isinstance(value, bool | str | bytes):
+        raise PydanticCustomError("number", "a number is needed, and no boolean or string")
+    return value
+
+
+# Behind the type and bounds of every numeric field of a spec: before them, JSON Schema loses those.
+NUMBER: Final = BeforeValidator(_no_other_than_a_number)
+
+
+class WireForm(BaseModel, frozen=True):
     """Frozen, and strict about fields it does not know: a typo is an error, not a default."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid")
 
     @model_validator(mode="before")
     @classmethod

@@ -1,11 +1,11 @@
 """What client, service and worker say to each other. Pydantic only: nothing here knows torch.
 
-Read `spec` first: a job as it is posted. `spec_fields` are the fields that all specs are made of,
-`per_sample` the two specs that have a row for every sample, `views` what the service answers about
-jobs and models, `job_and_result` a job and its small result in one body, `losses` about the
-built-in losses, `box` about the whole box, `operation` whether that hands out jobs, `example` is a
-model's example job, `problem` how errors travel, `receipt` what a result file says of its own
-making. docs/wire.md states the same in prose.
+Read `spec` first: a job as it is posted. `options` are those of all jobs, `spec_fields` what specs
+name tensors and functions by, `per_sample` the two specs that have a row for every sample, `views`
+what the service answers about jobs and models, `job_and_result` a job and its small result in one
+body, `losses` about the built-in losses, `box` about the whole box, `operation` whether that hands
+out jobs, `example` is a model's example job, `problem` how errors travel, `receipt` what a result
+file says of its own making. docs/wire.md states the same in prose.
 """
 
 from gradbox.protocol.box import (
@@ -25,6 +25,14 @@ from gradbox.protocol.example import ExampleInput, ExampleView
 from gradbox.protocol.job_and_result import JOB_AND_RESULT, joined, parted
 from gradbox.protocol.losses import LossList, LossOption, LossTensor, LossView
 from gradbox.protocol.operation import OperationMode, OperationOrder, OperationView
+from gradbox.protocol.options import (
+    GradientOptions,
+    JobOptions,
+    ModelKeywords,
+    RunOptions,
+    option_names,
+    options_of,
+)
 from gradbox.protocol.per_sample import JacobianSpec, PerSampleGradientSpec, SampleSpec
 from gradbox.protocol.problem import Problem
 from gradbox.protocol.receipt import RangeView, Receipt, Seconds
@@ -89,11 +97,13 @@ __all__ = [
     "ExampleInput",
     "ExampleView",
     "ForwardSpec",
+    "GradientOptions",
     "GradientSpec",
     "GraphLoss",
     "InputGroup",
     "JacobianSpec",
     "JobList",
+    "JobOptions",
     "JobSpec",
     "JobState",
     "JobView",
@@ -105,6 +115,7 @@ __all__ = [
     "MethodView",
     "MixedGradientSpec",
     "ModelBuild",
+    "ModelKeywords",
     "ModelList",
     "ModelView",
     "OperationMode",
@@ -119,6 +130,7 @@ __all__ = [
     "RangeView",
     "Receipt",
     "ResultView",
+    "RunOptions",
     "SampleSpec",
     "Seconds",
     "ShardRef",
@@ -128,6 +140,8 @@ __all__ = [
     "TracedFunction",
     "UsageView",
     "joined",
+    "option_names",
+    "options_of",
     "parse_posted",
     "parse_spec",
     "parted",

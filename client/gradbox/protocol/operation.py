@@ -42,7 +42,7 @@ class OperationView(View):
         return f"{self.mode}{by}{f': {self.reason}' if self.reason else ''}"
 
 
-class OperationOrder(WireForm):
+class OperationOrder(WireForm, frozen=True):
     """What the box's owner puts to /v1/operation."""
 
     mode: OperationMode

@@ -8,9 +8,8 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from gradbox.graphs.wire_form import Entries, Items
+from gradbox.graphs.wire_form import NUMBER, Entries, Items
 from gradbox.protocol.spec_fields import (
-    NUMBER,
     ConstantRef,
     GraphLoss,
     Identifier,
@@ -42,7 +41,7 @@ MEANINGLESS = {
 }
 
 
-class SampleSpec(SharedSpec):
+class SampleSpec(SharedSpec, frozen=True):
     """The fields of both.
 
     `form` says how an unreduced result is stored. `dim` is the length of a projection, which the
@@ -163,7 +162,7 @@ class SampleSpec(SharedSpec):
         return dim
 
 
-class PerSampleGradientSpec(SampleSpec):
+class PerSampleGradientSpec(SampleSpec, frozen=True):
     """dℓ_b/dθ of every sample b, ℓ = loss(z, **loss_inputs) of shape (B,).
 
     For the shards of `against_group`, the loss reads `against_loss_inputs` in place of what
@@ -197,7 +196,7 @@ class PerSampleGradientSpec(SampleSpec):
         return clip
 
 
-class JacobianSpec(SampleSpec):
+class JacobianSpec(SampleSpec, frozen=True):
     """dz_by/dθ of every sample b and output y.
 
     `vectors` are cotangents of z's shape for `vjp`, and a tangent by parameter name for `jvp`.

@@ -15,28 +15,22 @@ from pydantic import Field, StringConstraints, TypeAdapter, ValidationError, mod
 from pydantic_core import PydanticCustomError, from_json
 
 from gradbox.errors import InvalidJob
-from gradbox.graphs.wire_form import Entries, Items
+from gradbox.graphs.wire_form import NUMBER, Entries, Items
+from gradbox.protocol.options import Retain, RunOptions
 from gradbox.protocol.per_sample import JacobianSpec, PerSampleGradientSpec
 from gradbox.protocol.spec_fields import (
-    DEFAULT_TIMEOUT_S,
-    NUMBER,
     PROTOCOL,
     ConstantRef,
     CotangentsLoss,
-    Devices,
     DifferentiatedSpec,
     Identifier,
     InputGroup,
     LossSpec,
-    Name,
     PenaltySpec,
-    Priority,
     Scalar,
     SharedSpec,
     TensorRef,
-    Timeout,
     TracedFunction,
-    Transfer,
     Wire,
 )
 
@@ -46,7 +40,7 @@ MixedReturned = Literal["grads", "dfdz"]
 ForwardReturned = Literal["outputs", "buffers"]
 
 
-class GradientSpec(DifferentiatedSpec):
+class GradientSpec(DifferentiatedSpec, frozen=True):
     """dL/dθ of a loss over all shards."""
 
     computation: Literal["gradient"]
@@ -56,14 +50,14 @@ class GradientSpec(DifferentiatedSpec):
     returns: Annotated[Items[Returned], Field(min_length=1)] = ["grads"]
 
 
-class ForwardSpec(DifferentiatedSpec):
+class ForwardSpec(DifferentiatedSpec, frozen=True):
     """Z alone: the outputs of all shards.
 
     `retain` may hold graphs for a gradient job at cotangents of Z that has the same `wrt`.
     """
 
     computation: Literal["forward"]
-    retain: Literal["auto"] | Annotated[int, Field(ge=0), NUMBER] = 0
+    retain: Retain = 0
     returns: Annotated[Items[ForwardReturned], Field(min_length=1)] = ["outputs"]
 
     @model_validator(mode="after")
@@ -78,7 +72,7 @@ class ForwardSpec(DifferentiatedSpec):
         return self
 
 
-class MixedGradientSpec(SharedSpec):
+class MixedGradientSpec(SharedSpec, frozen=True):
     """dt/dy of t = outer(dfdz, x), dfdzᵢ = ∂inner(y, G(zᵢ))/∂zᵢ, with the model as G.
 
     `inner` takes the members of y by name and v = G(zᵢ) as its one other argument. `outer` takes
@@ -95,7 +89,7 @@ class MixedGradientSpec(SharedSpec):
     returns: Annotated[Items[MixedReturned], Field(min_length=1)] = ["grads"]
 
 
-class CotangentGradientSpec(Wire):
+class CotangentGradientSpec(Wire, RunOptions, frozen=True):
     """A `GradientSpec` as it is posted where its loss is cotangents.
 
     Seed, weights, inputs, mode and all else that decided the outputs are those of the job that the
@@ -107,11 +101,6 @@ class CotangentGradientSpec(Wire):
     loss: CotangentsLoss
     wrt: Annotated[Items[str], Field(min_length=1)] | None = None
     returns: Annotated[Items[CotangentReturned], Field(min_length=1)] = ["grads"]
-    transfer: Transfer = "exact"
-    priority: Priority = 0
-    timeout_s: Timeout = DEFAULT_TIMEOUT_S
-    devices: Devices = 1
-    name: Name = ""
 
     @model_validator(mode="before")
     @classmethod

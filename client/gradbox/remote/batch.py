@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from gradbox.computations import Forward
 from gradbox.errors import GradboxError, InvalidInputs
 from gradbox.inputs.shards import ShardGroup
+from gradbox.protocol.options import Mode, options_of
 from gradbox.remote.autograd import CallInputs, CallOutput, GradientJob
 from gradbox.remote.calls import Call
 from gradbox.remote.done_batch import (
@@ -22,12 +23,12 @@ from gradbox.remote.done_batch import (
     Owner,
     Place,
     Placed,
+    RemoteOptions,
     group_name,
     located,
     section,
     wrt_of,
 )
-from gradbox.remote.job_options import Mode
 from gradbox.results.result import GradResult
 
 BARE = ""
@@ -115,24 +116,13 @@ class Batch:
         placed = Placed.all_of(self.calls)
         leaves = [(call.index, name) for call in self.calls for name in call.leaves]
         options = self._owner.options
-        computation = CallsForward(
-            model=options.model,
-            seed=options.seed,
-            output=options.output,
-            readout=options.readout,
-            precision=options.precision,
-            priority=options.priority,
-            timeout_s=options.timeout_s,
-            devices=options.devices,
-            name=options.name,
-            mode=self.mode,
-            weights=weights,
-            transfer=options.transfer if weights else "exact",
-            calls=self.calls,
-            returns=returns,
-            wrt=wrt_of(options, placed, leaves),
-            retain=options.retain if any(call.recorded for call in self.calls) else 0,
-        )
+        given = options_of(options, RemoteOptions) | {
+            "mode": self.mode,
+            "transfer": options.transfer if weights else "exact",
+            "wrt": wrt_of(options, placed, leaves),
+            "retain": options.retain if any(call.recorded for call in self.calls) else 0,
+        }
+        computation = CallsForward(**given, weights=weights, calls=self.calls, returns=returns)
         try:
             result = self._owner.run_job(computation)
         except GradboxError as error:

@@ -6,10 +6,10 @@ be freed, for Python does not see that ring through autograd.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,19 +18,28 @@ from torch.autograd import Variable
 from gradbox.computations import Cotangents, Forward, Gradient
 from gradbox.computations.computation import globs
 from gradbox.errors import GradboxError
+from gradbox.protocol import GradientOptions, RunOptions, options_of
 from gradbox.remote.calls import Call
-from gradbox.remote.job_options import JobOptions
 from gradbox.results.result import GradResult
 
 Place = tuple[int, str]
 """A call's index, and the name of one of its inputs or outputs; "" is the only output."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RemoteOptions(GradientOptions):
+    """What all jobs of a remote model are given alike; see `gradbox.computations`."""
+
+    model: str  # NAME@VERSION
+    readout: Callable[..., Any] | None = None
+    wrt: str | Sequence[str] | None = None
+
+
 class Owner(Protocol):
     """The remote model that the calls were made of."""
 
     anchor: Tensor
-    options: JobOptions
+    options: RemoteOptions
 
     def run_job(self, computation: Forward | Gradient) -> GradResult:
         """Run a job."""
@@ -125,11 +134,7 @@ class DoneBatch:
                 of=self._job_id,
             ),
             wrt=wrt_of(options, self._calls, reached),
-            transfer=options.transfer,
-            priority=options.priority,
-            timeout_s=options.timeout_s,
-            devices=options.devices,
-            name=options.name,
+            **options_of(options, RunOptions),
         )
         try:
             result = self._owner.run_job(computation)
@@ -149,7 +154,7 @@ class DoneBatch:
 
 
 def wrt_of(
-    options: JobOptions, calls: Mapping[int, Placed], inputs: Sequence[Place]
+    options: RemoteOptions, calls: Mapping[int, Placed], inputs: Sequence[Place]
 ) -> list[str] | None:
     """Return what a job differentiates: the parameters that are wanted, and these inputs."""
     names = globs(options.wrt)

@@ -18,7 +18,7 @@ from gradbox.remote.autograd import NotFetched
 from gradbox.remote.batch import BARE, Batch
 from gradbox.remote.buffers import RemoteBuffers
 from gradbox.remote.calls import read_call
-from gradbox.remote.job_options import JobOptions, Mode
+from gradbox.remote.done_batch import RemoteOptions
 from gradbox.remote.live_weights import same, snapshot, trainable_leaves
 from gradbox.remote.output import RemoteOutput
 from gradbox.remote.rounded_weights import rounded_weights
@@ -62,9 +62,8 @@ class RemoteModel:
         client: Client,
         view: ModelView,
         *,
-        mode: Mode,
         weights: Mapping[str, Any] | None,
-        options: JobOptions,
+        options: RemoteOptions,
         progress: bool | None,
     ) -> None:
         if not isinstance(weights, Mapping | None):
@@ -76,13 +75,13 @@ class RemoteModel:
         self.anchor = torch.zeros((), requires_grad=True)
         self._client = client
         self._view = view
-        self._mode: Mode = mode
+        self._mode = options.mode
         self.options = options
         self._progress = progress
         self._names = _output_names(options.readout)
         self._num_calls = 0
         self._waiting: list[Batch] = []
-        self._buffers = RemoteBuffers(view, widened=options.precision == "fp64")
+        self._buffers = RemoteBuffers(view, widened=options.widened)
         self._grads: dict[str, Tensor] = {}
         self._lock = RLock()  # over calls that wait, buffers and gradients
 

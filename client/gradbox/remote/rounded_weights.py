@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from gradbox.protocol.spec_fields import Transfer
+from gradbox.protocol.options import Transfer
 
 FORMATS: Final[Mapping[Transfer, torch.dtype]] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from gradbox.errors import InvalidInputs
-from gradbox.protocol import JobSpec, ModelView
+from gradbox.protocol import (
+    ForwardSpec,
+    GradientSpec,
+    JacobianSpec,
+    JobSpec,
+    MixedGradientSpec,
+    ModelView,
+    PerSampleGradientSpec,
+    SharedSpec,
+)
 from gradbox_service.admission import gradient, mixed_gradient, per_sample
 from gradbox_service.admission.arguments import check_groups
 from gradbox_service.admission.functions import check_readout
@@ -39,12 +48,12 @@ class Own:
     check: Check
 
 
-OWN: Final[Mapping[str, Own]] = {
-    "gradient": Own(gradient.references, gradient.check),
-    "forward": Own(lambda spec: (), check_wrt),  # what its gradient jobs will differentiate
-    "per_sample_gradient": Own(per_sample.references_of_gradient, per_sample.check_gradient),
-    "jacobian": Own(per_sample.references_of_jacobian, per_sample.check_jacobian),
-    "mixed_gradient": Own(mixed_gradient.references, mixed_gradient.check),
+OWN: Final[Mapping[type[SharedSpec], Own]] = {
+    GradientSpec: Own(gradient.references, gradient.check),
+    ForwardSpec: Own(lambda spec: (), check_wrt),  # what its gradient jobs will differentiate
+    PerSampleGradientSpec: Own(per_sample.references_of_gradient, per_sample.check_gradient),
+    JacobianSpec: Own(per_sample.references_of_jacobian, per_sample.check_jacobian),
+    MixedGradientSpec: Own(mixed_gradient.references, mixed_gradient.check),
 }
 
 
@@ -61,7 +70,7 @@ def admit(
         ServiceUnavailable: no worker has said yet which models there are.
     """
     model = find_model(spec.model, workers=workers, fleet=fleet)
-    own = OWN[spec.computation]
+    own = OWN[type(spec)]
     _check_group_names(spec)
     references = [*shared_references(spec), *own.references(spec)]
     shards = {shard.blob for group in spec.inputs for shard in group.shards}

@@ -12,7 +12,9 @@ from gradbox.protocol import (
     CotangentsLoss,
     ForwardSpec,
     GradientSpec,
+    RunOptions,
     SharedSpec,
+    option_names,
 )
 from gradbox.tensors.safetensors_header import TensorEntry
 from gradbox_service.admission.earlier_job import earlier_job, result_gone, result_header
@@ -25,7 +27,7 @@ OUTPUTS: Final = "outputs/"
 WHERE: Final = "loss.forward"
 KIND: Final = "forward job"
 # What a job says for itself, whatever job it continues.
-OWN: Final = frozenset({"protocol", "transfer", "priority", "timeout_s", "devices", "name"})
+OWN: Final = option_names(RunOptions) | {"protocol"}
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gradbox.errors import InvalidJob, OwnerOnly, QueueFull
 from gradbox.protocol import CotangentGradientSpec, JobSpec
-from gradbox.protocol.spec_fields import DEFAULT_TIMEOUT_S
+from gradbox.protocol.options import DEFAULT_TIMEOUT_S
 from gradbox_service.settings import Settings
 from gradbox_service.tokens import TokenInfo
 

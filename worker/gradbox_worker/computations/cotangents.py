@@ -37,18 +37,12 @@ def compute(job: LoadedJob, spec: GradientSpec, loss: CotangentsLoss) -> Compute
         job.groups,
         given_cotangents(loss, job.tensors),
         first or first_outputs(job.work.earlier_result, loss.forward, job.device),
-        seed=spec.seed,
-        mode=spec.mode,
         wrt=spec.wrt,
         retain=spec.retain,
         input_grads="input_grads" in spec.returns,
-        precision=spec.precision,
-        output=spec.output,
-        readout=job.readout,
-        weights=job.weights,
-        streams=spec.streams,
         observer=job.observer,
         checkpoints=job.checkpoints,
+        **job.calls,
     )
     return computed(answer, spec)
 

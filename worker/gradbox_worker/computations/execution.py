@@ -15,6 +15,14 @@ from typing import Final
 
 import torch
 
+from gradbox.protocol import (
+    ForwardSpec,
+    GradientSpec,
+    JacobianSpec,
+    MixedGradientSpec,
+    PerSampleGradientSpec,
+    SharedSpec,
+)
 from gradbox_engine import Observer
 from gradbox_service.store import Room
 from gradbox_worker.computations import forward, gradient, mixed_gradient, per_sample
@@ -51,12 +59,12 @@ from gradbox_worker.work import Finished, Stopped, Work
 
 log = logging.getLogger(__name__)
 
-COMPUTATIONS: Final[Mapping[str, Compute]] = {
-    "gradient": gradient.compute,
-    "forward": forward.compute,
-    "per_sample_gradient": per_sample.compute_gradient,
-    "jacobian": per_sample.compute_jacobian,
-    "mixed_gradient": mixed_gradient.compute,
+COMPUTATIONS: Final[Mapping[type[SharedSpec], Compute]] = {
+    GradientSpec: gradient.compute,
+    ForwardSpec: forward.compute,
+    PerSampleGradientSpec: per_sample.compute_gradient,
+    JacobianSpec: per_sample.compute_jacobian,
+    MixedGradientSpec: mixed_gradient.compute,
 }
 
 
@@ -194,7 +202,7 @@ class Execution:
                 ),
             )
             load_s = time.perf_counter() - began
-            computed = COMPUTATIONS[spec.computation](job, spec)
+            computed = COMPUTATIONS[type(spec)](job, spec)
             phases.enter(WRITE_RESULT)
             result = commit(
                 result_file,

@@ -17,18 +17,12 @@ def compute(job: LoadedJob, spec: ForwardSpec) -> Computed:
     answer = set_outputs(
         job.loaded.module,
         job.groups,
-        seed=spec.seed,
-        mode=spec.mode,
-        precision=spec.precision,
-        output=spec.output,
-        readout=job.readout,
-        weights=job.weights,
         wrt=spec.wrt,
-        streams=spec.streams,
         retain=spec.retain,
         older=job.kept,
         observer=job.observer,
         checkpoints=job.checkpoints,
+        **job.calls,
     )
     return computed(answer, spec, kept=answer.kept)
 

@@ -27,20 +27,14 @@ def compute(job: LoadedJob, spec: GradientSpec) -> Computed:
         job.loaded.module,
         job.groups,
         loss.objective,
-        seed=spec.seed,
-        mode=spec.mode,
         wrt=spec.wrt,
-        precision=spec.precision,
-        output=spec.output,
-        readout=job.readout,
-        weights=job.weights,
         penalties=model_penalties(spec, job.tensors, device=job.device),
         retain=spec.retain,
-        streams=spec.streams,
         returns=tuple(spec.returns),
         observer=job.observer,
         # A later attempt would go on without calling the loss, whose buffers it needs.
         checkpoints=None if wants_loss_buffers(spec, loss) else job.checkpoints,
+        **job.calls,
     )
     return computed(answer, spec, loss)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
-from gradbox_engine import Group, KeptPass, Observer
+from gradbox.protocol import JobOptions, SharedSpec, option_names
+from gradbox_engine import CallKeywords, Group, KeptPass, Observer
 from gradbox_engine.requests import Phase
 from gradbox_worker.computations.checkpoints import CheckpointFile
 from gradbox_worker.computations.kept_graphs import KeptGraphs
@@ -18,6 +19,8 @@ from gradbox_worker.files.result_in_place import ResultOnDisk
 from gradbox_worker.files.rounded_gradients import RoundedGradients
 from gradbox_worker.models.registry import Loaded
 from gradbox_worker.work import Work
+
+ENGINE_OPTIONS: Final = option_names(JobOptions) & CallKeywords.__optional_keys__
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +40,22 @@ class LoadedJob:
     result_memory_bytes: int  # for what is on its way into the result file
     kept: KeptGraphs
     checkpoints: CheckpointFile
+
+    @property
+    def calls(self) -> dict[str, Any]:
+        """How the model is called: the engine's `CallOptions`, but for penalties."""
+        return call_options(self.work.spec, readout=self.readout, weights=self.weights)
+
+
+def call_options(
+    spec: SharedSpec,
+    *,
+    readout: Callable[..., Any] | None = None,
+    weights: Mapping[str, Tensor] | None = None,
+) -> dict[str, Any]:
+    """Return a job's options as the engine takes them by the same names, see `CallKeywords`."""
+    own = {name: getattr(spec, name) for name in ENGINE_OPTIONS}
+    return own | {"readout": readout, "weights": weights}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,16 +20,10 @@ def compute(job: LoadedJob, spec: MixedGradientSpec) -> Computed:
         inner,
         outer,
         z=spec.z,
-        seed=spec.seed,
-        mode=spec.mode,
-        precision=spec.precision,
-        output=spec.output,
-        readout=job.readout,
-        weights=job.weights,
-        streams=spec.streams,
         returns=tuple(spec.returns),
         observer=job.observer,
         checkpoints=job.checkpoints,
+        **job.calls,
     )
     return computed(answer)
 

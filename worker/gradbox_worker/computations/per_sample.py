@@ -95,24 +95,24 @@ def vectors(spec: Spec, tensors: TensorSource) -> Any:
     return {name: tensors.tensor(ref) for name, ref in spec.vectors.items()}
 
 
-def sample_streams(rows: Group, others: Group | None) -> list[tuple[int, int]]:
-    """Return the shards' streams in the order in which they run: other ones first."""
-    return [*((others and others.streams) or ()), *(rows.streams or ())]
-
-
 def rows_go_to_file(spec: Spec) -> bool:
     """Tell whether rows may be dense, and are then written to the result file piece by piece."""
     return spec.form != "factored" and spec.reduce == "none"
 
 
-def how_called(spec: Spec) -> dict[str, Any]:
-    """Return what the engine is told of the calls of the model, beside weights and readout."""
+def how_called(
+    spec: Spec, calls: Mapping[str, Any], *, rows: Group, others: Group | None
+) -> dict[str, Any]:
+    """Return what the engine is told of the calls of the model.
+
+    Args:
+        calls: the job's `call_options`. The streams of rows are those of their shards.
+    """
     return {
-        "seed": spec.seed,
-        "mode": spec.mode,
+        **calls,
+        # In the order in which they run: other ones first.
+        "streams": [*((others and others.streams) or ()), *(rows.streams or ())],
         "wrt": spec.wrt,
-        "precision": spec.precision,
-        "output": spec.output,
         "method": spec.inputs[0].method,
         "unchecked": spec.unchecked,
     }
@@ -137,11 +137,8 @@ def _shared(job: LoadedJob, spec: Spec, *, squeezed: bool) -> dict[str, Any]:
         "dim": spec.dim,
         "kind": spec.kind,
         "against": _against(job, spec, others),
-        "streams": sample_streams(rows, others),
         "projection_seed": spec.seed,
-        **how_called(spec),
-        "readout": job.readout,
-        "weights": job.weights,
+        **how_called(spec, job.calls, rows=rows, others=others),
         "observer": progress,
         "checkpoints": job.checkpoints,
         "budget_bytes": int(job.result_memory_bytes * ENGINE_SHARE),

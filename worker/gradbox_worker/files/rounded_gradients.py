@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from gradbox.errors import InvalidInputs
-from gradbox.protocol.spec_fields import Transfer
+from gradbox.protocol.options import Transfer
 from gradbox.results.rounded_tensors import ROUNDED
 from gradbox_worker.files.safetensors_types import SAFETENSORS_NAMES
 

@@ -39,6 +39,7 @@ from gradbox_worker.computations.engine_inputs import (
     mixed_inner,
     model_penalties,
 )
+from gradbox_worker.computations.job import call_options
 from gradbox_worker.computations.sections import GRADS, section
 from gradbox_worker.device.warm_device import WarmDevice
 from gradbox_worker.files.placed_rows import WHOLE, PlacedRows, Placement
@@ -58,6 +59,11 @@ class ReceivedJob:
     readout: Any
     weights: Mapping[str, Tensor]
     weights_widened: int  # how many of the weights came in 16 bits
+
+    @property
+    def calls(self) -> dict[str, Any]:
+        """How the model is called: the engine's `CallOptions`, but for penalties."""
+        return call_options(self.work.spec, readout=self.readout, weights=self.weights)
 
     @classmethod
     def of(cls, job: RangeJob, device: WarmDevice) -> ReceivedJob:
@@ -210,16 +216,7 @@ def _held(
     spec, tensors = received.work.spec, received.tensors
     assert isinstance(spec, GradientSpec | ForwardSpec | MixedGradientSpec)
     groups = input_groups(spec, received.loaded.methods, tensors)
-    called: dict[str, Any] = {
-        "observer": observer,
-        "seed": spec.seed,
-        "mode": spec.mode,
-        "precision": spec.precision,
-        "output": spec.output,
-        "readout": received.readout,
-        "weights": received.weights,
-        "streams": spec.streams,
-    }
+    called: dict[str, Any] = {"observer": observer, **received.calls}
     if isinstance(spec, MixedGradientSpec):
         inner, leaves = mixed_inner(spec, tensors, device=received.device)
         return held_mixed(

@@ -28,7 +28,6 @@ from gradbox_worker.computations.per_sample import (
     how_called,
     rows_go_to_file,
     sample_groups,
-    sample_streams,
 )
 from gradbox_worker.device.warm_device import WarmDevice
 from gradbox_worker.files.rounded_gradients import Measured, RoundedGradients
@@ -95,11 +94,8 @@ class OpenSamples:
             observer=progress,
             budget_bytes=int(budget_bytes * ENGINE_SHARE),
             sink=sink,
-            streams=sample_streams(rows, others),
             checkpoints=self._checkpoints.of_samples,
-            readout=received.readout,
-            weights=received.weights,
-            **how_called(spec),
+            **how_called(spec, received.calls, rows=rows, others=others),
         )
         self._rows: dict[int, Factored] = {}
         self._open = ExitStack()

@@ -43,7 +43,7 @@ from gradbox_worker.computations.engine_inputs import (
     mixed_objectives,
     model_penalties,
 )
-from gradbox_worker.computations.job import Computed
+from gradbox_worker.computations.job import Computed, call_options
 from gradbox_worker.computations.sections import GRADS
 from gradbox_worker.files.blob_tensors import BlobTensors, TensorForm
 from gradbox_worker.files.result_in_place import ResultOnDisk
@@ -197,12 +197,8 @@ def _gradient(
         loss.objective,
         returns=tuple(spec.returns),
         observer=setting.observer,
-        seed=spec.seed,
-        mode=spec.mode,
-        precision=spec.precision,
-        output=spec.output,
         penalties=model_penalties(spec, setting.tensors, device=HOST),
-        streams=spec.streams,
+        **call_options(spec),
     )
     return gradient.computed(answer, spec, loss), answer.ranges
 
@@ -240,11 +236,7 @@ def _mixed(
         outer,
         returns=tuple(spec.returns),
         observer=setting.observer,
-        seed=spec.seed,
-        mode=spec.mode,
-        precision=spec.precision,
-        output=spec.output,
-        streams=spec.streams,
+        **call_options(spec),
     )
     return mixed_gradient.computed(answer), answer.ranges
 
