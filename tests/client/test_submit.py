@@ -198,15 +198,19 @@ GOOD = 'model = "mlp"\ninputs = "shard2.npy"\n'
     ("text", "says"),
     [
         ("model = ", "job.toml: expected TOML"),
-        ('computation = "gradient"\n', "job.toml: model: expected it in every gradient job"),
+        ('computation = "gradient"\n', "job.toml: Gradient: expected 'loss', got none"),
+        ('model = "mlp"\nloss = "mmd"\n', "job.toml: inputs: expected .*, got NoneType"),
         (
             f'{GOOD}loss = "info_nce"\nmodell = 1\n',
-            "modell: expected one of the keys.*mean 'model'",
+            "Gradient: expected an argument that it has, got 'modell'; did you mean 'model'",
         ),
         (f'{GOOD}computation = "hessian"\n', "computation: expected one of gradient, forward"),
         (f'{GOOD}loss = "losses.py:gone"\n', "loss: expected 'gone' in .*losses.py"),
         (f'{GOOD}loss = "none.py:f"\n', "loss: expected a file, found none at .*none.py"),
-        (f'{GOOD}[loss]\nbuiltin = "mmd"\nfunction = "f.py:g"\n', "loss: expected one of builtin"),
+        (
+            f'{GOOD}[loss]\nbuiltin = "mmd"\nfunction = "losses.py:Halved"\n',
+            "loss: expected one of builtin",
+        ),
         (f'{GOOD}loss = "mmd"\n[loss_inputs]\nt = "no.npy"\n', "loss_inputs.t: expected a file"),
         (
             f'{GOOD}loss = "mmd"\n[loss_inputs]\nt = "more.safetensors"\n',
@@ -216,7 +220,7 @@ GOOD = 'model = "mlp"\ninputs = "shard2.npy"\n'
         ('model = "m"\nloss = "mmd"\ninputs = [1]\n', r"inputs\[0\]: expected a file"),
         (
             f'{GOOD}loss = "mmd"\n[[penalties]]\nat = "0"\n',
-            r"penalties\[0\].loss: expected it",
+            "Penalty: expected 'loss', got none",
         ),
     ],
 )

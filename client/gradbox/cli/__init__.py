@@ -10,6 +10,7 @@ command returns its exit code, or raises the error that says it. To read in this
     exits           how a command ends: exit codes, and what is printed with each
     output          what the commands print
     completion      what the shell completes by asking the box
+    job_file        a job as a TOML file
     submit, jobs, result, blobs, top, operation, down, backup, login, version    one command or
                     group each
     job_ids, times, box_tables    what several of them read or show
