@@ -270,7 +270,8 @@ class GradClient:
 
         Args:
             model: NAME, or NAME@VERSION with at least 8 digits of the version.
-            readout, wrt: as for `Gradient`.
+            readout: as for `Gradient`.
+            wrt: as for `Gradient`.
             weights: a partial state dict laid over the registered weights. Its tensors may change
                 between calls: each call sees the numbers they have when it is made.
             progress: whether its jobs show progress bars, as for `Job.wait`.

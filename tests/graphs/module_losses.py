@@ -64,34 +64,15 @@ class Twice(nn.Module):
 
 
 class Recurrence(nn.Module):
-    """Z as sequences of two steps, and what the layer ends with."""
+    """Z as sequences of two steps."""
 
-    def __init__(self, layer: nn.RNNBase, *, begin: bool = False) -> None:
+    def __init__(self, layer: nn.RNNBase) -> None:
         super().__init__()
         self.layer = layer
-        self.begin = begin
 
     def forward(self, z: Tensor) -> Tensor:
-        steps = z.unflatten(1, (2, 4))
-        if not self.begin:
-            output, state = self.layer(steps)
-        else:
-            first = z[None, :2, :3].contiguous()
-            output, state = self.layer(steps, (first, first.sin()))
-        ends = state if isinstance(self.layer, nn.LSTM) else (state,)
-        return output.sum() + sum(end.square().sum() for end in ends)
-
-
-class Steps(nn.Module):
-    """Two steps of a cell: from nothing, and from its first state."""
-
-    def __init__(self, cell: nn.RNNCellBase) -> None:
-        super().__init__()
-        self.cell = cell
-
-    def forward(self, z: Tensor) -> Tensor:
-        last = self.cell(z.flip(0), self.cell(z))
-        return sum(last) if isinstance(self.cell, nn.LSTMCell) else last
+        output, _ = self.layer(z.unflatten(1, (2, 4)))
+        return output
 
 
 class Fused(nn.Module):
@@ -149,27 +130,6 @@ def unpooled(d: int, **more: Any) -> Make:
         return module(values, indices, **more)
 
     return called(f"MaxUnpool{d}d", call, 2)
-
-
-def bags(mode: str, **more: Any) -> dict[str, Make]:
-    """Bags in rows, and of several lengths, one of them empty."""
-    rows = torch.tensor([[0, 3], [1, 1], [5, 2]])
-    offsets = torch.tensor([0, 2, 2])
-
-    def make(*given: Tensor, **called_with: Any) -> Make:
-        return called(
-            "EmbeddingBag",
-            lambda module, z: module(*given, **called_with) * z[:3, :4],
-            7,
-            4,
-            mode=mode,
-            **more,
-        )
-
-    return {
-        f"bags in rows, {mode} {more}": make(rows),
-        f"bags by offsets, {mode} {more}": make(rows.reshape(-1), offsets),
-    }
 
 
 def transformer(name: str, **more: Any) -> nn.Module:

@@ -23,10 +23,8 @@ from tests.graphs.module_losses import (
     Make,
     N,
     Recurrence,
-    Steps,
     Twice,
     against,
-    bags,
     called,
     of_channels,
     of_shape,
@@ -80,8 +78,6 @@ RECORDED: dict[str, Make] = {
     **on_grids("MaxPool", 2),
     **on_grids("AdaptiveAvgPool", 1),
     **on_grids("AdaptiveMaxPool", 1),
-    **{f"MaxUnpool{d}d": unpooled(d) for d in DIMS},
-    "MaxUnpool2d to a size": unpooled(2, output_size=(3, 2)),
     **{
         f"LPPool{d}d": called(
             f"LPPool{d}d", lambda module, z, d=d: module(z.unflatten(1, DIMS[d]).exp()), 3, 2
@@ -139,17 +135,7 @@ RECORDED: dict[str, Make] = {
     "an orthogonal weight": lambda: parametrizations.orthogonal(nn.Linear(D, 3)),
     "a weight of one's own": parametrized,
     "a pruned weight": lambda: prune.l1_unstructured(nn.Linear(D, 3), "weight", 2),
-    # Recurrent layers and attention
-    "an RNN": lambda: Recurrence(nn.RNN(4, 3, nonlinearity="relu")),
-    "a GRU": lambda: Recurrence(nn.GRU(4, 3, num_layers=2, bidirectional=True)),
-    "an LSTM": lambda: Recurrence(nn.LSTM(4, 3, num_layers=2, batch_first=True)),
-    "an LSTM with projections": lambda: Recurrence(nn.LSTM(4, 3, proj_size=2, bias=False)),
-    "an LSTM that begins elsewhere": lambda: Recurrence(nn.LSTM(4, 3), begin=True),
-    "an RNN cell": lambda: Steps(nn.RNNCell(D, 3)),
-    "an RNN cell with relu": lambda: Steps(nn.RNNCell(D, 3, bias=False, nonlinearity="relu")),
-    "a GRU cell": lambda: Steps(nn.GRUCell(D, 3)),
-    "an LSTM cell": lambda: Steps(nn.LSTMCell(D, 3)),
-    "a cell without a batch": called("GRUCell", lambda module, z: module(z[0], z[1, :3]), D, 3),
+    # Attention
     "attention": lambda: Attention(batched=False),
     "attention with its batch first": lambda: Attention(batch_first=True),
     "attention without a batch": lambda: Attention(batched=False, batch_first=True),
@@ -167,34 +153,13 @@ RECORDED: dict[str, Make] = {
         norm=nn.LayerNorm(D),
         enable_nested_tensor=False,
     ).eval(),
-    "a transformer's decoder": lambda: Calling(
-        nn.TransformerDecoder(transformer("Decoder"), 2, norm=nn.LayerNorm(D)),  # type: ignore[arg-type]
-        lambda module, z: module(z, z.flip(0), nn.Transformer.generate_square_subsequent_mask(N)),
-    ),
-    "a transformer": called(
-        *("Transformer", lambda module, z: module(z[None], z[None].flip(1)), D, 2, 1, 1, 16, 0.0)
+    "a decoder's layer": lambda: Calling(
+        transformer("Decoder"), lambda module, z: module(z, z.flip(0))
     ),
     # Lookup
     "Embedding": called("Embedding", lambda module, z: module(LABELS) * z[:, :4], D, 4),
     "a sparse embedding": called(
         "Embedding", lambda module, z: module(LABELS) * z[:, :4], D, 4, sparse=True
-    ),
-    **bags("sum"),
-    **bags("mean"),
-    **bags("max"),
-    **bags("mean", padding_idx=1),
-    **bags("max", padding_idx=1),
-    "bags to the last offset": called(
-        "EmbeddingBag",
-        lambda module, z: module(LABELS, torch.tensor([0, 2, 2, 6])) * z[:3, :4],
-        *(D, 4),
-        include_last_offset=True,
-    ),
-    "weighted bags": called(
-        "EmbeddingBag",
-        lambda module, z: module(LABELS.reshape(3, 2), per_sample_weights=z[:3, :2]),
-        *(D, 4),
-        mode="sum",
     ),
     # Losses and distances
     **against("BCEWithLogitsLoss MSELoss L1Loss SmoothL1Loss HuberLoss PoissonNLLLoss", TARGETS),
@@ -237,12 +202,6 @@ RECORDED: dict[str, Make] = {
         distance_function=lambda a, b: (a - b).abs().sum(-1),
         swap=True,
     ),
-    "AdaptiveLogSoftmaxWithLoss": called(
-        "AdaptiveLogSoftmaxWithLoss", lambda module, z: module(z, LABELS % 5).loss, D, 9, [2, 4, 6]
-    ),
-    "log probabilities of an adaptive softmax": called(
-        "AdaptiveLogSoftmaxWithLoss", lambda module, z: module.log_prob(z), D, 9, [2, 4]
-    ),
     # Containers
     "ModuleList": lambda: Calling(nn.ModuleList([nn.Linear(D, 3)]), lambda m, z: m[0](z)),
     "ModuleDict": lambda: Calling(nn.ModuleDict({"a": nn.Linear(D, 3)}), lambda m, z: m["a"](z)),
@@ -256,9 +215,31 @@ if hasattr(nn, "LinearCrossEntropyLoss"):  # new in torch 2.13
         "LinearCrossEntropyLoss", lambda module, z: module(z, LABELS % 5), D, 5, bias=True
     )
 
+NOT_RECORDED: dict[str, Make] = {
+    **{
+        name: lambda name=name: Recurrence(getattr(nn, name)(4, 3))  # type: ignore[misc]
+        for name in "RNN GRU LSTM".split()
+    },
+    **{
+        name: lambda name=name: getattr(nn, name)(D, 3)  # type: ignore[misc]
+        for name in "RNNCell GRUCell LSTMCell".split()
+    },
+    "Transformer": called("Transformer", lambda module, z: module(z, z), D, 2, 1, 1, 16),
+    "TransformerDecoder": lambda: Calling(
+        nn.TransformerDecoder(transformer("Decoder"), 2),  # type: ignore[arg-type]
+        lambda module, z: module(z, z),
+    ),
+    "EmbeddingBag": called("EmbeddingBag", lambda module, z: module(LABELS[None]) * z, 5, 4),
+    "AdaptiveLogSoftmaxWithLoss": called(
+        "AdaptiveLogSoftmaxWithLoss", lambda module, z: module(z, LABELS % 5).loss, D, 9, [2, 4, 6]
+    ),
+    **{f"MaxUnpool{d}d": unpooled(d) for d in DIMS},
+}
+
 # By the name of the class, what makes one, and what the message says to do. docs/graphs.md has the
 # same names.
 REFUSED: dict[str, tuple[Make, str]] = {
+    **{name: (make, "client.model(...)") for name, make in NOT_RECORDED.items()},
     **{
         name: (make, "call .eval() on it")
         for name, make in {

@@ -84,7 +84,6 @@ def test_every_argument_with_a_rule_is_known_by_its_place() -> None:
                     found.setdefault(name, {})[parameter.name] = place
     # Builtins that take it by position, too, which their signatures don't say.
     found["torch.nn.functional.scaled_dot_product_attention"] = {"dropout_p": 4}
-    found |= {f"torch.{name}": {"dropout": 5} for name in "gru lstm rnn_relu rnn_tanh".split()}
     assert found == PLACES
 
 

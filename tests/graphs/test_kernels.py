@@ -210,23 +210,6 @@ def test_a_convolution_in_sixteen_bits_is_rounded_once(dtype: torch.dtype) -> No
     assert gradient.dtype == dtype
 
 
-@pytest.mark.parametrize("offsets", [[1, 2], [0, 3, 2], [0, 5]])
-def test_offsets_of_bags_are_in_order(offsets: list[int]) -> None:
-    bag = torch.nn.EmbeddingBag(5, 2).requires_grad_(False)
-
-    def function(z: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        return bag(ids, offsets).sum() * z
-
-    traced = trace(function, positional=1, arguments=["ids", "offsets"])
-    run = build(traced.graph, traced.tensors, device="cpu")
-    ids = torch.tensor([0, 1, 4, 2])
-    run(torch.ones(()), ids=ids, offsets=torch.tensor([0, 2, 2]))
-    with pytest.raises(AssertionError, match="offsets"):
-        run(torch.ones(()), ids=ids, offsets=torch.tensor(offsets))
-    with pytest.raises(IndexError):
-        run(torch.ones(()), ids=ids + 3, offsets=torch.tensor([0]))
-
-
 def test_counts_and_labels_that_are_right_pass() -> None:
     counts = torch.tensor([1, 2])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from gradbox.errors import GraphRefused, UntraceableLoss
 from gradbox.tracing.trace import Traced, trace
 from gradbox_worker.interpreting.build import GraphFunction, build
-from tests.graphs.module_losses import Attention, D, N, Recurrence, Twice
+from tests.graphs.module_losses import Attention, D, N, Twice
 from tests.graphs.modules import ABSTRACT, RECORDED, REFUSED
 
 TOLERANCE = 1e-12
@@ -136,24 +135,10 @@ def test_attention_that_drops_weights_is_random() -> None:
         trace(lambda z: F.scaled_dot_product_attention(z, z, z, None, 0.1).sum(), positional=1)
 
 
-def test_a_recurrent_layer_that_drops_is_random() -> None:
-    layer = nn.LSTM(4, 3, num_layers=2, dropout=0.1)
-    with pytest.raises(UntraceableLoss, match="loss_inputs"):
-        trace(Recurrence(layer), positional=1)
-    trace(Recurrence(layer.eval()), positional=1)
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        Recurrence(nn.LSTM(4, 3)).double().requires_grad_(False),
-        lambda z: F.scaled_dot_product_attention(z[None], z[None], z[None]),
-    ],
-    ids=["LSTM", "attention"],
-)
-def test_what_is_computed_unfused_has_a_second_derivative(module: Callable[..., Tensor]) -> None:
+def test_attention_has_a_second_derivative() -> None:
     def loss(z: Tensor) -> Tensor:
-        return module(z).square().sum()
+        q = z[None]
+        return F.scaled_dot_product_attention(q, q, q).square().sum()
 
     traced = trace(loss, positional=1)
     function, z = on_the_box(traced), drawn()
@@ -174,37 +159,6 @@ def test_modules_behave_as_before_while_another_function_is_traced() -> None:
     assert [nn.MultiheadAttention.forward, nn.BatchNorm1d._check_input_dim] == patched
     with pytest.raises(ValueError, match="2D or 3D"):
         norm(torch.ones(D))
-
-
-@pytest.mark.parametrize(
-    "weights", [(11, 11), (12, 12, 12), ()], ids=["gates missing", "too few", "none"]
-)
-def test_a_recurrent_layer_with_odd_weights_reaches_no_kernel(weights: tuple[int, ...]) -> None:
-    def loss(z: Tensor) -> Tensor:
-        stacked = [z.new_ones((rows, 4)) for rows in weights]
-        zeros = z.new_zeros((1, 2, 3))
-        steps = z.reshape(6, 2, 4)
-        return torch.lstm(steps, (zeros, zeros), stacked, False, 1, 0.0, False, False, False)[
-            0
-        ].sum()
-
-    function = on_the_box(trace(loss, positional=1))
-    with pytest.raises((RuntimeError, GraphRefused)):
-        function(drawn())
-
-
-@pytest.mark.parametrize("num_layers", [0, 1])
-def test_packed_sequences_reach_no_kernel(num_layers: int) -> None:
-    weights = [weight.detach().double() for weight in nn.LSTM(4, 3).parameters()]
-    lengths = torch.tensor([6, 60])
-
-    def loss(z: Tensor) -> Tensor:
-        zeros, packed = z.new_zeros((1, 6, 3)), z.reshape(12, 4)
-        arguments = (packed, lengths, (zeros, zeros), weights, True, num_layers, 0.0, False, False)
-        return torch.lstm(*arguments)[0].sum()
-
-    with pytest.raises((UntraceableLoss, GraphRefused)):
-        on_the_box(trace(loss, positional=1))(drawn())
 
 
 def test_a_mask_of_the_wrong_shape_reaches_no_kernel() -> None:

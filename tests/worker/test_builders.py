@@ -16,7 +16,7 @@ from safetensors.torch import save_file, save_model
 from torch import nn
 
 from gradbox import GradResult, InvalidJob, ProtocolError
-from gradbox.cli.job_file.files import Files
+from gradbox.cli.job_file import Files
 from gradbox_worker.errors import ModelsFileError
 from gradbox_worker.models import ModelEntry
 from gradbox_worker.models.builders import build_model

@@ -92,8 +92,6 @@ _FUNCTIONAL = """
     softmin softplus softshrink softsign tanhshrink threshold triplet_margin_loss unfold
 """
 
-_RECURRENT = "gru lstm rnn_relu rnn_tanh"
-
 _LINALG = """
     cholesky cholesky_ex cond cross det diagonal eig eigh eigvals eigvalsh householder_product
     inv inv_ex ldl_factor lstsq lu lu_factor matmul matrix_exp matrix_norm
@@ -185,7 +183,6 @@ FUNCTIONS: Final[tuple[str, ...]] = tuple(
             *_names("torch.", _LINEAR_ALGEBRA),
             *_names("torch.", _SHAPES),
             *_names("torch.", _FACTORIES),
-            *_names("torch.", _RECURRENT),
             *_names("torch.", _SPECTROGRAMS),
             *_names("torch.nn.functional.", _FUNCTIONAL),
             *_names("torch.linalg.", _LINALG),

@@ -1,6 +1,6 @@
 """Arguments that have a rule of their own, found whether they are given by keyword or by position.
 
-torch's builtin functions take them by keyword only, but for attention and recurrent layers. Those
+torch's builtin functions take them by keyword only, but for attention. Those
 that are written in Python take them by position as well, and `PLACES` says where.
 """
 
@@ -13,11 +13,7 @@ from gradbox.graphs.allow_list import WRITING_FUNCTIONS
 
 _FUNCTIONAL: Final = "torch.nn.functional."
 PLACES: Final[dict[str, dict[str, int]]] = {
-    "torch.gru": {"dropout": 5},
-    "torch.lstm": {"dropout": 5},
     "torch.norm": {"out": 4},
-    "torch.rnn_relu": {"dropout": 5},
-    "torch.rnn_tanh": {"dropout": 5},
     "torch.tensordot": {"out": 3},
     _FUNCTIONAL + "embedding": {"max_norm": 3},
     _FUNCTIONAL + "multi_head_attention_forward": {"dropout_p": 10},

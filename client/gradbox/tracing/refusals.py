@@ -10,6 +10,10 @@ ON_YOUR_SIDE: Final = (
     "or keep the code as it is and run it on your side, on the outputs of client.model(...): "
     "docs/remote_autograd.md"
 )
+RUN_IT_HERE: Final = (
+    "run it on your side, on the outputs of client.model(...), with any loss: "
+    "docs/remote_autograd.md"
+)
 NO_NUMBER: Final = (
     "sizes and tensors have no value while the function is traced, so int(), float() and range() "
     "of them cannot be recorded: divide by a size as it is, or use //, torch.arange, torch.clamp "
@@ -97,11 +101,13 @@ INSTEAD: Final[dict[str, str]] = {
     **dict.fromkeys("data __set__ detach_".split(), _DETACH),
     **dict.fromkeys("empty empty_like new_empty empty_strided new".split(), _FILLED),
     **dict.fromkeys("tensor as_tensor asarray from_numpy new_tensor".split(), _STACK),
-    **dict.fromkeys("grid_sample grid_sampler".split(), _UNCHECKED),
+    **dict.fromkeys(
+        "grid_sample grid_sampler embedding_bag max_unpool1d max_unpool2d max_unpool3d".split(),
+        _UNCHECKED,
+    ),
     **dict.fromkeys("linalg_lu_solve linalg_ldl_solve".split(), _SOLVE),
     **dict.fromkeys("cholesky eig lstsq qr solve svd symeig triangular_solve".split(), _LINALG),
-    **{f"max_unpool{dims}d": f"use nn.MaxUnpool{dims}d" for dims in (1, 2, 3)},
-    "embedding_bag": "use nn.EmbeddingBag",
+    **dict.fromkeys("gru lstm rnn_relu rnn_tanh gru_cell lstm_cell".split(), RUN_IT_HERE),
     "pad_sequence": "pad each piece by torch.nn.functional.pad, and stack them",
     "type": _DTYPE,
 }

@@ -45,8 +45,6 @@ _CONVOLUTIONS: Final = frozenset(
     for kind in ("conv", "conv_transpose")
     for dims in (1, 2, 3)
 )
-# By function, how many gates a recurrent layer's weights stack along dim 0.
-_NUM_GATES: Final = {"torch.gru": 3, "torch.lstm": 4, "torch.rnn_relu": 1, "torch.rnn_tanh": 1}
 _ATTENTIONS: Final = frozenset({"multi_head_attention_forward", "scaled_dot_product_attention"})
 
 
@@ -69,8 +67,6 @@ def with_checked_arguments(name: str, function: Callable[..., Any]) -> Callable[
         return _labelled(name, function, lowest=-1)
     if name.rpartition(".")[2] in _ATTENTIONS:
         return _unfused(function)
-    if name in _NUM_GATES:
-        return _recurrent(name, function)
     if name == "torch.nn.functional.ctc_loss":
         return _aligned(name, function)
     if name == "torch.nn.functional.embedding":
@@ -89,35 +85,6 @@ def _unfused(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return call
-
-
-def _recurrent(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compute a recurrent layer step by step, from weights that have all their gates.
-
-    The fused kernels have no second derivative; torch's own take the gates' number on trust, and
-    the packed form the lengths of the sequences.
-    """
-    gates, several_states = _NUM_GATES[name], name == "torch.lstm"
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        lists = [isinstance(value, list | tuple) for value in args]
-        if kwargs or len(args) != 9 or lists[:3] != [False, several_states, True]:
-            raise GraphRefused(f"{name} takes its nine arguments for unpacked input, by position")
-        for weight in _gated(*args[1:4]):
-            if weight.ndim == 0 or weight.shape[0] % gates:
-                raise GraphRefused(f"{name}: a weight has no {gates} equal parts along dim 0")
-        with _libraries_off():
-            return function(*args)
-
-    return call
-
-
-def _gated(hx: Any, weights: Any, has_biases: bool) -> list[torch.Tensor]:
-    """Return a layer's weights but for an LSTM's projections, the last of each layer."""
-    if isinstance(hx, torch.Tensor) or len(hx) != 2 or hx[0].shape[-1:] == hx[1].shape[-1:]:
-        return list(weights)
-    num = 5 if has_biases else 3
-    return [weight for place, weight in enumerate(weights) if place % num != num - 1]
 
 
 @contextmanager

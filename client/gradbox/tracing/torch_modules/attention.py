@@ -15,7 +15,6 @@ from torch import nn
 
 from gradbox.tracing.refusals import instead_of
 from gradbox.tracing.source_location import untraceable
-from gradbox.tracing.torch_modules.assertions import record_assertion
 
 
 def attention(
@@ -103,62 +102,3 @@ def encoder(
             is_causal=bool(is_causal),
         )
     return src if encoder.norm is None else encoder.norm(src)
-
-
-def decoder(
-    decoder: nn.TransformerDecoder,
-    tgt: Any,
-    memory: Any,
-    tgt_mask: Any = None,
-    memory_mask: Any = None,
-    tgt_key_padding_mask: Any = None,
-    memory_key_padding_mask: Any = None,
-    tgt_is_causal: bool | None = None,
-    memory_is_causal: bool = False,
-) -> Any:
-    """Record the layers of a decoder."""
-    for layer in decoder.layers:
-        tgt = layer(
-            tgt,
-            memory,
-            tgt_mask=tgt_mask,
-            memory_mask=memory_mask,
-            tgt_key_padding_mask=tgt_key_padding_mask,
-            memory_key_padding_mask=memory_key_padding_mask,
-            tgt_is_causal=bool(tgt_is_causal),
-            memory_is_causal=memory_is_causal,
-        )
-    return tgt if decoder.norm is None else decoder.norm(tgt)
-
-
-def transformer(
-    module: nn.Transformer,
-    src: Any,
-    tgt: Any,
-    src_mask: Any = None,
-    tgt_mask: Any = None,
-    memory_mask: Any = None,
-    src_key_padding_mask: Any = None,
-    tgt_key_padding_mask: Any = None,
-    memory_key_padding_mask: Any = None,
-    src_is_causal: bool | None = None,
-    tgt_is_causal: bool | None = None,
-    memory_is_causal: bool = False,
-) -> Any:
-    """Record an encoder, and a decoder that reads what it returns."""
-    for given in (src, tgt):
-        message = f"Transformer: expected {module.d_model} features"
-        record_assertion(given.size(-1) == module.d_model, message)
-    memory = module.encoder(
-        src, mask=src_mask, src_key_padding_mask=src_key_padding_mask, is_causal=src_is_causal
-    )
-    return module.decoder(
-        tgt,
-        memory,
-        tgt_mask=tgt_mask,
-        memory_mask=memory_mask,
-        tgt_key_padding_mask=tgt_key_padding_mask,
-        memory_key_padding_mask=memory_key_padding_mask,
-        tgt_is_causal=tgt_is_causal,
-        memory_is_causal=memory_is_causal,
-    )

@@ -11,7 +11,7 @@ from torch.distributions import Distribution
 from torch.utils.hooks import BackwardHook
 
 from gradbox.tracing.current import TRACED
-from gradbox.tracing.refusals import HOOKED, ON_YOUR_SIDE, instead_of
+from gradbox.tracing.refusals import HOOKED, ON_YOUR_SIDE, RUN_IT_HERE, instead_of
 from gradbox.tracing.source_location import untraceable
 
 _EVAL: Final = f"call .eval() on it; {instead_of('dropout')}"
@@ -49,6 +49,7 @@ def always(what: str, instead: str) -> Callable[..., NoReturn]:
     return refuse
 
 
+not_recorded: Final = always("{} is not recorded", RUN_IT_HERE)
 fractional_pooling: Final = always(
     "{} draws its windows", "use nn.MaxPool2d or nn.AdaptiveMaxPool2d"
 )

@@ -37,11 +37,8 @@ from gradbox.tracing.torch_modules import (
     attention,
     convolution,
     distributions,
-    lookup,
     losses,
     normalisation,
-    pooling,
-    recurrent,
     refused,
     spectral,
 )
@@ -79,6 +76,24 @@ _DROPOUTS: Final[tuple[Any, ...]] = (
     nn.FeatureAlphaDropout,
 )
 
+# What a symbol cannot answer in them would take a formula of their own.
+_NOT_RECORDED: Final[tuple[tuple[type, str], ...]] = (
+    (nn.RNN, "forward"),
+    (nn.GRU, "forward"),
+    (nn.LSTM, "forward"),
+    (nn.RNNCell, "forward"),
+    (nn.GRUCell, "forward"),
+    (nn.LSTMCell, "forward"),
+    (nn.Transformer, "forward"),
+    (nn.TransformerDecoder, "forward"),
+    (nn.EmbeddingBag, "forward"),
+    (nn.AdaptiveLogSoftmaxWithLoss, "forward"),
+    (nn.AdaptiveLogSoftmaxWithLoss, "log_prob"),
+    (nn.MaxUnpool1d, "forward"),
+    (nn.MaxUnpool2d, "forward"),
+    (nn.MaxUnpool3d, "forward"),
+)
+
 # By class and method, what records the call.
 _INSTEAD: Final[dict[tuple[type, str], Callable[..., Any]]] = {
     (nn.BatchNorm1d, "_check_input_dim"): of_rank(2, 3),
@@ -96,23 +111,9 @@ _INSTEAD: Final[dict[tuple[type, str], Callable[..., Any]]] = {
     (nn.CircularPad2d, "_check_input_dim"): of_rank(3, 4),
     (nn.CircularPad3d, "_check_input_dim"): of_rank(4, 5),
     (nn.Softmax2d, "forward"): _softmax_2d,
-    (nn.RNN, "forward"): recurrent.recurrent,
-    (nn.GRU, "forward"): recurrent.recurrent,
-    (nn.LSTM, "forward"): recurrent.recurrent,
-    (nn.RNNCell, "forward"): recurrent.rnn_cell,
-    (nn.GRUCell, "forward"): recurrent.gru_cell,
-    (nn.LSTMCell, "forward"): recurrent.lstm_cell,
     (nn.MultiheadAttention, "forward"): attention.attention,
     (nn.TransformerEncoderLayer, "forward"): attention.encoder_layer,
     (nn.TransformerEncoder, "forward"): attention.encoder,
-    (nn.TransformerDecoder, "forward"): attention.decoder,
-    (nn.Transformer, "forward"): attention.transformer,
-    (nn.EmbeddingBag, "forward"): lookup.embedding_bag,
-    (nn.AdaptiveLogSoftmaxWithLoss, "forward"): lookup.adaptive_softmax,
-    (nn.AdaptiveLogSoftmaxWithLoss, "log_prob"): lookup.adaptive_log_prob,
-    (nn.MaxUnpool1d, "forward"): pooling.max_unpool,
-    (nn.MaxUnpool2d, "forward"): pooling.max_unpool,
-    (nn.MaxUnpool3d, "forward"): pooling.max_unpool,
     (_ConvTransposeNd, "_output_padding"): convolution.output_padding,
     (nn.TripletMarginWithDistanceLoss, "forward"): losses.triplet_with_distance,
     (torch.autocast, "__init__"): refused.autocast(torch.autocast.__init__),
@@ -128,6 +129,7 @@ _INSTEAD: Final[dict[tuple[type, str], Callable[..., Any]]] = {
     **{(kind, "forward"): refused.dropout(kind.forward) for kind in _DROPOUTS},
     (nn.RReLU, "forward"): refused.rrelu,
     (BackwardHook, "setup_input_hook"): refused.backward_hook,
+    **dict.fromkeys(_NOT_RECORDED, refused.not_recorded),
     (nn.FractionalMaxPool2d, "forward"): refused.fractional_pooling,
     (nn.FractionalMaxPool3d, "forward"): refused.fractional_pooling,
     (nn.DataParallel, "forward"): refused.several_devices,
