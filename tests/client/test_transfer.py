@@ -31,7 +31,7 @@ from tests.client.test_mixed import mixed
 from tests.client.test_per_sample import PROBLEMS, gradient_of, normal, submitted
 from tests.mixed_cases import MIXED_CASES
 
-FORMATS = {"bf16": ("BF16", 2.0**-9), "fp16": ("F16", 2.0**-12)}
+FORMATS = {"bf16": ("BF16", 2.0**-8), "fp16": ("F16", 2.0**-11)}
 HALF: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SHARDS = list(normal(7, 5).split(4))
 
@@ -79,8 +79,8 @@ def test_the_receipt_states_the_rounding(twin: TestBox, transfer: str) -> None:
     errors = [relative(rounded.grads[name], exact.grads[name]) for name in exact.names]
     errors += [relative(rounded.input_grads[n], x) for n, x in exact.input_grads.items()]
     assert rounded.manifest.transfer == transfer
-    assert rounded.manifest.transfer_error == pytest.approx(max(errors), rel=1e-6)
-    assert 0 < max(errors) < 2 * FORMATS[transfer][1]
+    bound = FORMATS[transfer][1]
+    assert 0 < max(errors) < bound <= rounded.manifest.transfer_error < 1.5 * bound
     assert exact.manifest.transfer is exact.manifest.transfer_error is None
     assert "rounding error" in rounded.manifest._repr_html_()
 
@@ -92,7 +92,7 @@ def test_gradients_are_within_the_rounding_of_the_oracle(twin: TestBox) -> None:
         found = submitted(twin, job(transfer=transfer))
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None
-            assert relative(found.grads[name], parameter.grad) < 2 * bound
+            assert relative(found.grads[name], parameter.grad) < bound
 
 
 def test_the_file_holds_half_the_bytes(twin: TestBox, tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_a_gradient_that_fp16_does_not_hold_stays_as_it_is(twin: TestBox) -> Non
     assert submitted(twin, Gradient(**given, transfer="bf16")).manifest.transfer_kept == []
 
 
-def test_what_16_bits_do_not_hold_at_all_is_a_rounding_error_of_one(twin: TestBox) -> None:
+def test_what_16_bits_do_not_hold_at_all_is_bounded_by_one(twin: TestBox) -> None:
     tiny = Gradient(
         model="mlp", inputs=SHARDS, loss=lambda z: 1e-200 * z.square().sum(), transfer="bf16"
     )
@@ -154,7 +154,7 @@ def test_rows_come_rounded_whole_and_in_slices(box: TestBox) -> None:
         assert rounded.grads[name].dtype == torch.float64
         assert torch.equal(rounded.grads[name], expected)
         rows += [relative(expected[b], exact.grads[name][b]) for b in range(len(expected))]
-    assert rounded.manifest.transfer_error == pytest.approx(max(rows), rel=1e-6)
+    assert max(rows) < rounded.manifest.transfer_error == pytest.approx(2.0**-8)
     with box.client() as client:
         weight = client.job(rounded.manifest.job).open().grads["0.weight"]
         assert weight.dtype == torch.float64
@@ -194,7 +194,7 @@ def test_a_mixed_gradient_is_rounded(twin: TestBox) -> None:
     for name in exact.names:
         assert torch.equal(rounded.grads[name], once(exact.grads[name], "bf16"))
     assert torch.equal(rounded.dfdz, exact.dfdz)
-    assert 0 < rounded.manifest.transfer_error < 2 * FORMATS["bf16"][1]
+    assert rounded.manifest.transfer_error == pytest.approx(FORMATS["bf16"][1])
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def test_rows_of_other_machines_come_in_blocks_through_the_object_store(
     assert (rounded.manifest.bytes_moved or {})["rows"] in {
         (sum(samples) - own) * row_bytes // 4 for own in samples
     }
-    assert 0 < (rounded.manifest.transfer_error or 0) < 2**-8
+    assert rounded.manifest.transfer_error == pytest.approx(2**-8)
 
 
 def test_a_machine_that_is_lost_costs_its_range_alone_and_one_that_joins_serves(

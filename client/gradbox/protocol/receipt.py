@@ -55,8 +55,9 @@ class Receipt(View):
     projection S. `fallbacks` counts, by the operation that was in the way, the shards of a mixed
     gradient whose tangent was not taken by forward mode. `resumed` counts the attempts that went on
     from a checkpoint.
-    Of a job with `transfer`, `transfer_error` is the largest ‖rounded − g‖ / ‖g‖ of a gradient g,
-    or of a sample's row of a parameter; `transfer_kept` names gradients that the format does not
+    Of a job with `transfer`, `transfer_error` bounds ‖rounded − g‖ / ‖g‖ of every gradient g, or of
+    a sample's row of a parameter: 2⁻⁸ in bf16, 2⁻¹¹ in fp16, and more where numbers are below what
+    fp16 holds in full; `transfer_kept` names gradients that the format does not
     hold, which came as they were; `weights_widened` counts `weights` that came in the format.
     Of a job that ran on several devices, `ranges` are the shards that each ran, and `bytes_moved`
     what crossed between them and their coordinator, by kind; `not_split` says why a job that asked
@@ -132,7 +133,7 @@ class Receipt(View):
             ("projection", self.projection_kind),
             ("error of its inner products", _rounded(self.projection_error)),
             ("gradients came in", self.transfer),
-            ("rounding error", _rounded(self.transfer_error)),
+            ("rounding error at most", _rounded(self.transfer_error)),
             ("gradients not rounded", len(self.transfer_kept) or None),
             ("weights sent in it", self.weights_widened),
             ("unreached parameters", len(self.unreached)),

@@ -23,7 +23,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from gradbox.protocol import CotangentsLoss, ForwardSpec, GradientSpec, JobSpec, SharedSpec
+from gradbox.protocol import (
+    CotangentsLoss,
+    ForwardSpec,
+    GradientSpec,
+    JobSpec,
+    RunOptions,
+    SharedSpec,
+    option_names,
+)
 from gradbox_engine import KeptPass
 from gradbox_engine.replay.shard_record import ShardRecord
 from gradbox_worker.work import Work
@@ -31,7 +39,7 @@ from gradbox_worker.work import Work
 IDLE_S: Final = 60.0
 
 # What a gradient job says for itself; all else is its forward job's.
-OWN: Final = frozenset({"protocol", "model", "priority", "timeout_s", "devices", "name"})
+OWN: Final = option_names(RunOptions) | {"protocol", "model"}
 
 
 @dataclass(frozen=True)

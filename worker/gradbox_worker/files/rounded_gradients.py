@@ -1,13 +1,17 @@
-"""Gradients in 16 bits on their way into a result file: rounded to nearest, the rounding measured.
+"""Gradients in 16 bits on their way into a result file: rounded to nearest, within a stated bound.
 
-    error = max over gradients g of ‖round(g) − g‖ / ‖g‖,    in float64
+A number x of the format's normal range is off by u |x| at most, u being 2^-8 in bf16 and 2^-11 in
+fp16; one below that range by half the distance of its neighbours there, u times the smallest normal
+number (2^-25 in fp16, whose range ends at 6e-5). So of a gradient g of n numbers
 
-where g is one gradient, or one sample's row of a parameter. A row that is written in parts counts
-by its parts, of which none is better than the row. Norms, for the error of a single number says
-nothing in fp16: whatever is below 3e-8 becomes zero.
+    ‖round(g) − g‖ / ‖g‖ ≤ u + u m √n / ‖g‖,    m = 2^-14 in fp16, 2^-126 in bf16
 
-A float64 is rounded to float32 first, as torch does it: of two 16-bit neighbours it may get the one
-that is farther off by 2^-24 of it.
+and never more than 1. The receipt states the largest of these bounds, over the gradients or, of
+per-sample jobs, the rows of each parameter; a row that is written in parts counts by its parts. The
+second term is left out where a float32 becomes a bf16: both have one range. A float64 is rounded to
+float32 first, as torch does it, which adds 2^-24: the first rounding has that much room.
+
+Source: Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 2.1.
 
 No finite number becomes infinite. A gradient that the format does not hold (beyond 65504 in fp16)
 stays in its own dtype, and the receipt names it; rows have their place in the file before they are
@@ -31,8 +35,6 @@ from gradbox_worker.files.safetensors_types import SAFETENSORS_NAMES
 
 FORMATS: Final[Mapping[Transfer, torch.dtype]] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SECTIONS: Final = ("grads/", "input_grads/")
-# Measured so many numbers at a time, for they are widened to float64.
-BLOCK: Final = 2**22
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Measured:
     """What rounding did in another process.
 
     Attributes:
-        error: the largest so far.
+        error: the largest bound so far.
         dtypes: what the gradients had before.
         kept: names of those that stayed in their own.
     """
@@ -54,7 +56,7 @@ class RoundedGradients:
     """The format of one job's gradients; "exact" leaves all as it is.
 
     Attributes:
-        error: the largest relative error of the rounding so far.
+        error: the largest bound of a relative error of the rounding so far.
     """
 
     def __init__(self, transfer: Transfer) -> None:
@@ -86,7 +88,7 @@ class RoundedGradients:
                 f"{torch.finfo(self._format).max:g}, got {_largest(rows_BY):g} in {name!r}; use "
                 f"transfer={'exact' if self._transfer == 'bf16' else 'bf16'!r}, or scale the loss"
             )
-        self._measure(rows_BY.flatten(0, 1), rounded.flatten(0, 1))
+        self._bound(rows_BY.flatten(0, 1))
         return rounded
 
     def rounded(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -130,29 +132,27 @@ class RoundedGradients:
             self._kept.append(name.partition("/")[2])
             return gradient
         self._dtypes[name] = SAFETENSORS_NAMES[gradient.dtype]
-        self._measure(gradient.reshape(1, -1), rounded.reshape(1, -1))
+        self._bound(gradient.reshape(1, -1))
         return rounded
 
-    def _measure(self, exact_RP: Tensor, rounded_RP: Tensor) -> None:
+    def _bound(self, exact_RP: Tensor) -> None:
         """Take R rows into account."""
-        if exact_RP.device.type == "mps":  # which has no float64
-            exact_RP, rounded_RP = exact_RP.cpu(), rounded_RP.cpu()
-        flat = exact_RP.flatten(1), rounded_RP.flatten(1)
-        if not flat[0].numel():
+        assert self._format is not None
+        if not exact_RP.numel():
             return
-        # Squares of what is divided by the largest do not underflow.
-        largest = torch.linalg.vector_norm(flat[0].detach(), torch.inf, 1, keepdim=True).double()
-        missed = exact_RP.new_zeros(len(exact_RP), device="cpu", dtype=torch.float64)
-        whole = missed.clone()
-        step = max(1, BLOCK // max(1, len(exact_RP)))
-        for first in range(0, flat[0].shape[1], step):
-            wide = flat[0][:, first : first + step].detach().double()
-            missing = wide - flat[1][:, first : first + step].double()
-            whole += (wide / largest).square_().sum(1).cpu()
-            missed += missing.div_(largest).square_().sum(1).cpu()
-        shares = (missed / whole)[whole.isfinite() & (whole > 0)]
-        if len(shares):
-            self.error = max(self.error, float(shares.max().sqrt()))
+        unit = torch.finfo(self._format).eps / 2
+        if (self._format, exact_RP.dtype) == (torch.bfloat16, torch.float32):  # of one range
+            self.error = max(self.error, unit)
+            return
+        rows = exact_RP.detach().flatten(1)
+        norms = torch.linalg.vector_norm(rows, dim=1)
+        # Where squares underflow or overflow, the largest number, which is no more than the norm.
+        if not bool((norms.isfinite() & (norms > 0)).all()):
+            norms = torch.linalg.vector_norm(rows, torch.inf, dim=1)
+            norms = norms[norms.isfinite() & (norms > 0)]
+        if len(norms):
+            lost = torch.finfo(self._format).smallest_normal * unit * rows.shape[1] ** 0.5
+            self.error = max(self.error, min(1.0, unit + lost / float(norms.min())))
 
 
 def widened_weights(
@@ -176,8 +176,9 @@ def _is_wider(dtype: torch.dtype) -> bool:
 
 
 def _overflows(exact: Tensor, rounded: Tensor) -> bool:
-    infinite = rounded.isinf()
-    return bool(infinite.any()) and bool((infinite & exact.isfinite()).any())
+    if not rounded.numel() or all(bool(end.isfinite()) for end in rounded.aminmax()):
+        return False
+    return bool((rounded.isinf() & exact.isfinite()).any())
 
 
 def _largest(rows: Tensor) -> float:
