@@ -1,8 +1,8 @@
 """The way to a box for code that runs in an asyncio event loop.
 
 There is one client, `GradClient`. `AsyncGradClient` runs its calls in a few threads, and waits for
-jobs, which take long, by one thread for all of them (`gradbox.waits`): 200 tasks that await 200
-jobs take no more threads than one.
+jobs, which take long, by one request at a time for all of them (`gradbox.waits`): 200 tasks that
+await 200 jobs take no more threads than one.
 
 Cancellation. A task that is cancelled stops waiting at once. An upload stops before its next chunk,
 and its job is not posted; a download stops likewise. A request that is under way ends by itself:

@@ -102,7 +102,6 @@ class GradClient:
 
     def close(self) -> None:
         """Close the connections; jobs continue on the box."""
-        self._waits.close()
         self._connection.close()
 
     def submit(self, computation: Computation, *, progress: bool | None = None) -> Job:
