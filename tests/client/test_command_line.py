@@ -31,9 +31,8 @@ from gradbox.cli.box_tables import (
     headline,
     job_rows,
 )
+from gradbox.cli.commands import LazyCommand, entries, line_of
 from gradbox.cli.jobs import _described, _state, how_far
-from gradbox.cli.lazy import LazyCommand
-from gradbox.cli.overview import entries, line_of
 from gradbox.cli.times import ago, brief, duration
 from gradbox.protocol import (
     BoxJob,

@@ -8,8 +8,7 @@ from typing import Any
 
 import typer
 
-from gradbox.cli.lazy import LazyCommand
-from gradbox.cli.overview import TOPICS, entries
+from gradbox.cli.commands import TOPICS, LazyCommand, entries
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
 BEGIN = "<!-- From here on made by `python -m tests.house.cli_reference`. -->\n"

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from gradbox.cli.overview import entries
+from gradbox.cli.commands import entries
 from tests.house.cli_reference import BEGIN, PAGE, reference
 
 HELP_S = 0.3

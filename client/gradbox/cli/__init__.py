@@ -5,8 +5,7 @@ adds one command, or one group of commands, to a Typer app. It is loaded when it
 so that `gradbox jobs list` imports no web server and `gradbox --help` imports no command at all. A
 command returns its exit code, or raises the error that says it. To read in this order:
 
-    overview        every command with its line in `gradbox --help`
-    lazy            the group that loads a command when it is called
+    commands        every command with its line in `gradbox --help`, loaded when it is called
     exits           how a command ends: exit codes, and what is printed with each
     output          what the commands print
     completion      what the shell completes by asking the box
@@ -25,7 +24,7 @@ from collections.abc import Sequence
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
+    from gradbox.cli.commands import gradbox
     from gradbox.cli.exits import code_of
-    from gradbox.cli.lazy import gradbox
 
     return code_of(gradbox(), argv)

@@ -33,12 +33,6 @@ ModelsFile = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Join the `gradbox` command."""
-    text = "copy a box's records, tokens and models file, also while it runs"
-    app.command("backup", help=text)(run)
-
-
 def run(dest: Destination, *, data: DataFolder = None, models: ModelsFile = None) -> int:
     """Copy beside the earlier copy, and put it in its place once it is whole."""
     folder, dest = data_folder(data), dest.absolute()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -11,15 +11,10 @@ from gradbox.cli.times import ago
 from gradbox.client import GradClient
 from gradbox.errors import BlobInUse
 
-
-def register(app: typer.Typer) -> None:
-    """Join the `gradbox` command."""
-    blobs = typer.Typer(help="the tensors that you have sent to the box", no_args_is_help=True)
-    blobs.command("list", help="your blobs, the one used last first")(list_blobs)
-    blobs.command("delete", help="delete blobs that no job needs")(delete_blobs)
-    app.add_typer(blobs, name="blobs")
+commands: Final = typer.Typer(no_args_is_help=True)
 
 
+@commands.command("list", help="your blobs, the one used last first")
 def list_blobs(*, json: AsJson = False) -> int:
     """Print one line for each blob."""
     with GradClient() as client:
@@ -34,6 +29,7 @@ def list_blobs(*, json: AsJson = False) -> int:
     return 0
 
 
+@commands.command("delete", help="delete blobs that no job needs")
 def delete_blobs(
     digests: Annotated[
         list[str] | None, typer.Argument(metavar="DIGEST", help="as `blobs list` shows them")

@@ -23,11 +23,6 @@ DataFolder = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Join the `gradbox` command."""
-    app.command("down", help="stop the box that `gradbox up` runs on a data folder")(run)
-
-
 def run(*, data: DataFolder = None) -> int:
     """Stop the box in order, and return once it has ended."""
     folder = data_folder(data)

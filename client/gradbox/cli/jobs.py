@@ -20,17 +20,10 @@ from gradbox.protocol import JobState, JobView
 TITLES: Final = ("ID", "STATE", "MODEL", "AGE", "PROGRESS", "NAME")
 
 
-def register(app: typer.Typer) -> None:
-    """Join the `gradbox` command."""
-    jobs = typer.Typer(help="your jobs on the box", no_args_is_help=True)
-    jobs.command("list", help="your jobs, newest first")(list_jobs)
-    jobs.command("show", help="one job")(show_job)
-    jobs.command("watch", help="follow a job to its end")(watch_job)
-    jobs.command("cancel", help="cancel jobs")(cancel_jobs)
-    jobs.command("delete", help="delete the results of jobs that are over")(delete_jobs)
-    app.add_typer(jobs, name="jobs")
+commands: Final = typer.Typer(no_args_is_help=True)
 
 
+@commands.command("list", help="your jobs, newest first")
 def list_jobs(
     *,
     everybodys: Annotated[
@@ -54,6 +47,7 @@ def list_jobs(
     return 0
 
 
+@commands.command("show", help="one job")
 def show_job(id: JobId, *, json: AsJson = False) -> int:
     """Print all that the box says of a job."""
     with GradClient() as client:
@@ -68,6 +62,7 @@ def show_job(id: JobId, *, json: AsJson = False) -> int:
     return 0
 
 
+@commands.command("watch", help="follow a job to its end")
 def watch_job(id: JobId, *, json: AsJson = False) -> int:
     """Follow a job: a bar on a terminal, else a line for each state; 1 if it does not end well."""
     with GradClient() as client:
@@ -96,6 +91,7 @@ def say_how_it_ended(view: JobView) -> int:
     return 0 if view.state is JobState.DONE else 1
 
 
+@commands.command("cancel", help="cancel jobs")
 def cancel_jobs(ids: JobIds, *, json: AsJson = False) -> int:
     """Cancel each job and print what it is now."""
     with GradClient() as client:
@@ -110,6 +106,7 @@ def cancel_jobs(ids: JobIds, *, json: AsJson = False) -> int:
     return 0
 
 
+@commands.command("delete", help="delete the results of jobs that are over")
 def delete_jobs(ids: JobIds, *, json: AsJson = False) -> int:
     """Delete the result of each job, which must be over."""
     with GradClient() as client:

@@ -25,11 +25,6 @@ Token = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Join the `gradbox` command."""
-    app.command("login", help="keep a box's URL and token on this machine")(run)
-
-
 def run(*, url: Url = None, token: Token = None) -> int:
     """Try the token on the box, then write it to a file that nobody else can read."""
     from gradbox.client import GradClient

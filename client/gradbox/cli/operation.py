@@ -23,23 +23,6 @@ Reason = Annotated[
 NoWait = Annotated[bool, typer.Option("--no-wait", help="return at once")]
 
 
-def register_pause(app: typer.Typer) -> None:
-    """Add `gradbox pause`."""
-    app.command("pause", help="hand no more jobs to workers; what runs goes on, new jobs wait")(
-        pause
-    )
-
-
-def register_resume(app: typer.Typer) -> None:
-    """Add `gradbox resume`."""
-    app.command("resume", help="end a pause, or a drain that is not over")(resume)
-
-
-def register_drain(app: typer.Typer) -> None:
-    """Add `gradbox drain`."""
-    app.command("drain", help="refuse new jobs as well, and end the box once nothing runs")(drain)
-
-
 def pause(*, reason: Reason = "", json: AsJson = False) -> int:
     """Let what runs go on, and hand out nothing more."""
     return _say(_set(OperationMode.PAUSED, reason), json=json)

@@ -18,11 +18,6 @@ OutputFile = Annotated[Path | None, _OPTION]
 NeededFile = Annotated[Path, _OPTION]
 
 
-def register(app: typer.Typer) -> None:
-    """Join the `gradbox` command."""
-    app.command("result", help="wait for a job and fetch its result")(run)
-
-
 def run(id: JobId, *, output: NeededFile, json: AsJson = False) -> int:
     """Wait for the job, write its result to the file and say what is in it."""
     if not check_folder(output):  # said now, and not when the job is done

@@ -22,11 +22,6 @@ JobFile = Annotated[
 Wait = Annotated[bool, typer.Option("--wait", help="wait until the job is over")]
 
 
-def register(app: typer.Typer) -> None:
-    """Join the `gradbox` command."""
-    app.command("submit", help="submit a job that a TOML file describes")(run)
-
-
 def run(
     job_file: JobFile, *, wait: Wait = False, output: OutputFile = None, json: AsJson = False
 ) -> int:

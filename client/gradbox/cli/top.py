@@ -29,16 +29,6 @@ Every = Annotated[
 ]
 
 
-def register_top(app: typer.Typer) -> None:
-    """Add `gradbox top`."""
-    app.command("top", help="devices and queue, live; q leaves it")(top)
-
-
-def register_workers(app: typer.Typer) -> None:
-    """Add `gradbox workers`."""
-    app.command("workers", help="the box's workers, each with its device and job")(workers)
-
-
 def top(*, once: Once = False, every: Every = 1.0, json: AsJson = False) -> int:
     """Show devices and queue until `q` or Ctrl-C, or once."""
     connection = Connection(find_settings())

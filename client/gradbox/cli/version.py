@@ -4,15 +4,8 @@ from __future__ import annotations
 
 from importlib import metadata
 
-import typer
-
 from gradbox.cli.output import AsJson, say, say_json
 from gradbox.protocol import PROTOCOL
-
-
-def register(app: typer.Typer) -> None:
-    """Join the `gradbox` command."""
-    app.command("version", help="say which gradbox")(run)
 
 
 def text() -> str:

@@ -28,12 +28,6 @@ Device = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Join the `gradbox` command."""
-    text = "say what is wrong with an installation or a box, and the fix"
-    app.command("doctor", help=text)(run)
-
-
 def run(
     *,
     data: DataFolder = None,

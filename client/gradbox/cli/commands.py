@@ -1,9 +1,14 @@
-"""The `gradbox` group: it knows every command's name and line, and loads the one that is called."""
+"""The `gradbox` group: it knows every command's name and line, and loads the one that is called.
+
+The lines of commands that other packages bring stand here too: to ask a package for its line is to
+import it. A command that is listed nowhere is shown all the same, under "Other commands".
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from typing import Annotated, Any, Final
 
@@ -13,8 +18,57 @@ from typer.main import get_command
 
 from gradbox.cli.exits import WRONG_USAGE, ExitCodes, new_app
 from gradbox.cli.output import complain, say, styled
-from gradbox.cli.overview import OTHER, TOPICS, entries, line_of
 
+GROUP: Final = "gradbox.commands"
+OTHER: Final = "Other commands"
+TOPICS: Final[Mapping[str, Mapping[str, str]]] = {
+    "Jobs": {
+        "submit": "submit a job that a TOML file describes",
+        "jobs": "your jobs on the box",
+        "result": "wait for a job and fetch its result",
+        "blobs": "the tensors that you have sent to the box",
+    },
+    "A box, over the network": {
+        "top": "devices and queue, live; q leaves it",
+        "workers": "the box's workers, each with its device and job",
+        "pause": "hand no more jobs to workers; what runs goes on, new jobs wait",
+        "resume": "end a pause, or a drain that is not over",
+        "drain": "refuse new jobs as well, and end the box once nothing runs",
+    },
+    "A box, on its own machine": {
+        "up": "run a whole box on this machine: Redis, service, a worker for every device",
+        "down": "stop the box that `gradbox up` runs on a data folder",
+        "models": "the models of a box, and the file that names them",
+        "tokens": "create, list and revoke tokens of this box",
+        "storage": "what the box's files take, by owner; `storage clean` removes some",
+        "backup": "copy a box's records, tokens and models file, also while it runs",
+        "service": "run the HTTP service alone",
+        "worker": "run jobs on one device of this machine",
+        "demo": "run the main job end to end on real text and a real pretrained model",
+    },
+    "This machine": {
+        "doctor": "say what is wrong with an installation or a box, and the fix",
+        "login": "keep a box's URL and token on this machine",
+        "version": "say which gradbox",
+    },
+}
+# The client's own commands: a function, or a group of them.
+OWN: Final[Mapping[str, str]] = {
+    "submit": "submit:run",
+    "jobs": "jobs:commands",
+    "result": "result:run",
+    "blobs": "blobs:commands",
+    "top": "top:top",
+    "workers": "top:workers",
+    "pause": "operation:pause",
+    "resume": "operation:resume",
+    "drain": "operation:drain",
+    "down": "down:run",
+    "backup": "backup:run",
+    "doctor": "doctor.command:run",
+    "login": "login:run",
+    "version": "version:run",
+}
 EPILOG: Final = "exit codes: 0 done, 1 the job failed, 2 wrong usage, 3 no service can be reached"
 # Which extra brings what a package of this distribution imports, and packages that tell.
 EXTRAS: Final = {
@@ -23,6 +77,17 @@ EXTRAS: Final = {
 }
 # Commands of such packages of which a part needs the client alone.
 CLIENT_ENOUGH: Final = ("models",)
+
+
+def line_of(name: str) -> str:
+    """Return a command's line in `gradbox --help`."""
+    return next((lines[name] for lines in TOPICS.values() if name in lines), "")
+
+
+def entries() -> dict[str, metadata.EntryPoint]:
+    """Return how each command is loaded: the client's own, and what other packages bring."""
+    own = [metadata.EntryPoint(name, f"gradbox.cli.{OWN[name]}", GROUP) for name in OWN]
+    return {entry.name: entry for entry in (*metadata.entry_points(group=GROUP), *own)}
 
 
 class LazyCommand(TyperCommand):
@@ -38,10 +103,15 @@ class LazyCommand(TyperCommand):
         Raises:
             ModuleNotFoundError: its package is not installed, or what that imports is not.
         """
-        app = new_app(ExitCodes)
-        self.entry.load()(app)
+        app, name, found = new_app(ExitCodes), self.entry.name, self.entry.load()
+        if name not in OWN:
+            found(app)
+        elif isinstance(found, typer.Typer):
+            app.add_typer(found, name=name, help=line_of(name))
+        else:
+            app.command(name, help=line_of(name))(found)
         group: Any = get_command(app)
-        return group.commands[self.entry.name]
+        return group.commands[name]
 
 
 class LazyGroup(ExitCodes):
