@@ -41,11 +41,14 @@ test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
 
 # The suite with the oldest versions that pyproject.toml allows; their torch comes with CUDA, 5 GB.
+# Then what a client runs with the Pydantic that a client may have, which is older than a service's.
 test-oldest:
 	$(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --quiet uv
 	.venv-oldest/bin/uv pip install --quiet --python .venv-oldest/bin/python --resolution lowest-direct -e '.[dev]'
 	.venv-oldest/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	.venv-oldest/bin/uv pip install --quiet --python .venv-oldest/bin/python --no-deps pydantic==2.12.0 pydantic-core==2.41.1
+	.venv-oldest/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder tests/client
 
 chaos: $(STAMP)
 	$(BIN)/python -m tests.chaos --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))

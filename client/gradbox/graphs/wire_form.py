@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import VERSION, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 Key = TypeVar("Key")
 Entry = TypeVar("Entry")
 
+# Pydantic does so with dicts from 2.14 on. The service asks for that: it reads what strangers send.
+_OF_DICTS: Final = tuple(map(int, VERSION.split(".")[:2])) >= (2, 14)
+
 Items = Annotated[list[Entry], Field(fail_fast=True)]
 """A list that is validated up to its first wrong entry."""
-Entries = Annotated[dict[Key, Entry], Field(fail_fast=True)]
+Entries = Annotated[dict[Key, Entry], Field(fail_fast=True if _OF_DICTS else None)]
 """A dict that is validated up to its first wrong entry."""
 
 
