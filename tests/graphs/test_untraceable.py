@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradbox.errors import GraphRefused, InvalidInputs, UntraceableLoss
-from gradbox.tracing.stand_ins import OF_TORCH, generators, stand_ins
+from gradbox.tracing.interception import OF_TORCH, generators, stand_ins
 from gradbox.tracing.trace import trace
 
 OUTER = nn.Parameter(torch.ones(3))

@@ -17,13 +17,17 @@ from gradbox.graphs import allow_list, targets
 from gradbox.graphs.argument_rules import argument
 from gradbox.graphs.check import is_zero
 from gradbox.graphs.schema import MAX_NODES
-from gradbox.tracing.default_dtype import check_default_dtype, dtype_meant
-from gradbox.tracing.dropouts import drops_nothing
-from gradbox.tracing.plain_method import is_method, plain_method
+from gradbox.tracing.calls import (
+    check_default_dtype,
+    drops_nothing,
+    dtype_meant,
+    is_method,
+    plain_method,
+)
 from gradbox.tracing.refusals import HOOKED, KEPT, ON_YOUR_SIDE, foreign, instead_of
 from gradbox.tracing.source_location import untraceable
 from gradbox.tracing.symbols import VIEWS, Symbol
-from gradbox.tracing.torch_modules.losses import FORMULAS
+from gradbox.tracing.torch_modules.formulas import FORMULAS
 from gradbox.tracing.writes import writes
 
 

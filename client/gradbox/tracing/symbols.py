@@ -1,8 +1,32 @@
-"""What a function sees in place of its tensors while it is traced.
+"""What Python asks of a symbol while a function is traced, and how we know the answer.
 
-A `Symbol` is a torch.fx Proxy, which records operators and methods. It also records item
-assignment, in-place operators and what a function takes for granted: a check, and a length. Every
-other attempt to look at a value is answered with an error that says what to write instead.
+A `Symbol` stands for a tensor, a size or a number that has no value yet. It is a torch.fx Proxy, so
+that operators, methods and torch functions of it become nodes. Python asks more of a value than
+that. Each question has one of four answers: it is recorded, it is known from the graph, it is taken
+for granted and checked on the box (an assertion in the graph), or it is refused with the user's
+line and what to write instead.
+
+    the code                            asks              is told
+    ──────────────────────────────────  ────────────────  ──────────────────────────────────────────
+    z.T, z.shape, z.values              __getattr__       a node, or what is so of every tensor
+    z[i] = v, z += v                    __setitem__, …    a node
+    assert t, if t: raise, if not t:    __bool__          the truth with which the check passes: the
+    raise, each part of `or`                              bytecode shows which way only raises
+    if t: … else: …                     __bool__          refused
+    a, b = v                            __iter__          as many entries as names: UNPACK_SEQUENCE
+    for piece in v.chunk(4), v[-2:]     __iter__          as many as the node asked for
+    for row in z                        __iter__          refused
+    len(v)                              `length_of`       a node; of pieces their number
+    isinstance(v, torch.Tensor)         `type_test`       true of an argument, and of what a check
+                                                          takes for one; else refused
+    match v, v.__class__                __class__         refused; others see the type
+    int(v), v in w, {v}, str(v), copy   its own           refused; torch's code may hash and print
+    an array of it                      __array__         refused
+
+What is taken for granted is asserted, so the box never computes by another way than the one that
+was traced. A frame's bytecode is read for two questions alone, and what it does not show for
+certain is refused: in `passing_truth` one of the two ways raises and the other does not, in
+`unpacked` the next instruction names the count.
 """
 
 from __future__ import annotations
@@ -18,8 +42,6 @@ import torch
 from torch.fx import Node, Proxy
 
 from gradbox.graphs import allow_list, targets
-from gradbox.tracing.bytecode import passing_truth, unpacked
-from gradbox.tracing.node_facts import is_form, num_entries, num_pieces
 from gradbox.tracing.refusals import (
     CONTROL_FLOW,
     FORM,
@@ -241,3 +263,113 @@ for _name in """
     iadd iand ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor
 """.split():
     _define_in_place(_name)
+
+
+_PADDING: Final = frozenset({"CACHE", "NOP", "TO_BOOL", "NOT_TAKEN", "EXTENDED_ARG"})
+_JUMPS: Final = frozenset({*dis.hasjrel, *dis.hasjabs})
+
+
+def unpacked(frame: FrameType) -> int | None:
+    """Return n where the frame runs `a_1, .., a_n = value`, None where it iterates otherwise."""
+    at = next(_following(frame, frame.f_lasti), None)
+    return at.argval if at is not None and at.opname == "UNPACK_SEQUENCE" else None
+
+
+def passing_truth(
+    frame: FrameType, *, called: bool = False, of_equality: bool = False
+) -> bool | None:
+    """Return the truth value with which a check passes, where the frame raises at the other one.
+
+    Checks are `assert value`, `if not value: raise` and each part of `if value or other: raise`.
+
+    Args:
+        called: the frame has called what will return the truth value, and asks for none itself.
+        of_equality: the value is that of `a == b`, which may be entries of sequences compared.
+
+    Returns:
+        None where neither or both of the two ways only raise.
+    """
+    following = _following(frame, frame.f_lasti)
+    asking = next(following)
+    # A comparison asks about entries of sequences, from 3.13 on about what it returns, too.
+    before_jump = asking.opname == ("CALL" if called else "COMPARE_OP")
+    jump = next(following, None) if before_jump else asking
+    if jump is None or not jump.opname.startswith("POP_JUMP"):
+        return None
+    if not jump.opname.endswith(("IF_TRUE", "IF_FALSE")):
+        return None
+    jumps_if = jump.opname.endswith("IF_TRUE")
+    there, here = _only_raises(frame, jump.argval), _only_raises(frame, next(following).offset)
+    passing = None if there == here else jumps_if != there
+    if before_jump and of_equality and asking.argval != "==":
+        return True if (asking.argval, passing) == ("!=", False) else None  # all are equal
+    return passing
+
+
+def _following(frame: FrameType, offset: int) -> Iterator[dis.Instruction]:
+    """Yield the instructions of a frame's code from an offset on, without padding."""
+    for instruction in dis.get_instructions(frame.f_code):
+        if instruction.offset >= offset and instruction.opname not in _PADDING:
+            yield instruction
+
+
+def _only_raises(frame: FrameType, offset: int) -> bool:
+    for instruction in _following(frame, offset):
+        if instruction.opname == "RAISE_VARARGS":
+            return True
+        if instruction.opname == "JUMP_FORWARD":  # to where `a < b < c` is not so
+            return _only_raises(frame, instruction.argval)
+        if instruction.opcode in _JUMPS or instruction.opname.startswith(("RETURN", "YIELD")):
+            return False
+    return False
+
+
+# What of a tensor is its form. Its device is known.
+_FORMS: Final = frozenset(
+    (
+        *"dim dtype is_complex is_floating_point ndim ndimension nelement numel shape size".split(),
+        targets.FUNCTIONS[allow_list.LENGTH],
+    )
+)
+# How torch names the number of pieces, or their sizes, that it is to cut a tensor into.
+_PIECES: Final = frozenset(
+    "chunks indices sections split_size split_size_or_sections split_sizes".split()
+)
+
+
+def is_form(node: Node) -> bool:
+    """Tell whether a value is made of tensors' ranks, sizes and dtypes alone."""
+    asked = node.args[1] if node.target is getattr else node.target
+    if asked in _FORMS:
+        return True
+    of_python = getattr(node.target, "__module__", None) in ("_operator", "builtins", "math")
+    return of_python and node.target is not getattr and all(map(is_form, node.all_input_nodes))
+
+
+def num_entries(node: Node) -> int | None:
+    """Return how many entries a node asks for, as pieces or by a slice; None if it does not say."""
+    if node.target is operator.getitem and isinstance(node.args[1], slice):
+        return _num_sliced(node.args[1])
+    return num_pieces(node)
+
+
+def num_pieces(node: Node) -> int | None:
+    """Return into how many pieces a node cuts a tensor; None if it does not say."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    named = (value for key, value in node.kwargs.items() if key in _PIECES)
+    asked = node.args[1] if len(node.args) > 1 else next(named, None)
+    if isinstance(asked, int):
+        return asked if name in ("chunk", "tensor_split") else None
+    if name in ("split", "split_with_sizes", "tensor_split") and isinstance(asked, list | tuple):
+        return len(asked) + (name == "tensor_split")
+    return None
+
+
+def _num_sliced(asked: slice) -> int | None:
+    """Return how many entries `value[-4:]` or `value[1:5]` has where the value has enough."""
+    start, stop = asked.start or 0, asked.stop
+    if asked.step is not None or not isinstance(start, int):
+        return None
+    if stop is None:
+        return -start if start < 0 else None
+    return max(stop - start, 0) if isinstance(stop, int) and (start < 0) == (stop < 0) else None

@@ -7,8 +7,6 @@ convolution) are recorded by a function of their own here, the few others are re
 else is traced through as it is. What is recorded is what a module computes with gradients: value,
 gradients and buffers are its own.
 
-Read `table` first: which method of which class is recorded by what, and how it is put in place.
-`assertions` records what the box checks instead. Then by kind: `normalisation`, `spectral` (also
-weight norm), `attention`, `convolution`, `losses` (and the functions behind them), `distributions`
-(those of `torch.distributions`). `refused` are those that no graph holds.
+Read `table` first: which method of which class is recorded by what. `formulas` has what is recorded
+by kind, `distributions` those of `torch.distributions`; `refused` are those that no graph holds.
 """

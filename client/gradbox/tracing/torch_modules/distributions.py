@@ -13,7 +13,7 @@ import torch
 from torch.distributions import Distribution
 
 from gradbox.tracing.source_location import untraceable
-from gradbox.tracing.torch_modules.assertions import record_assertion
+from gradbox.tracing.torch_modules.formulas import record_assertion
 
 
 def validate_sample(distribution: Distribution, value: Any) -> None:

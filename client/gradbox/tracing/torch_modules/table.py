@@ -7,7 +7,6 @@ every other thread they are as before.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import torch
@@ -32,27 +31,16 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.hooks import BackwardHook
 
 from gradbox.tracing.current import TRACED
-from gradbox.tracing.replacing import methods_replaced
-from gradbox.tracing.torch_modules import (
-    attention,
-    convolution,
-    distributions,
-    losses,
-    normalisation,
-    refused,
-    spectral,
-)
-from gradbox.tracing.torch_modules.assertions import of_rank
+from gradbox.tracing.torch_modules import distributions, formulas, refused
+from gradbox.tracing.torch_modules.formulas import of_rank
 
 
-def recorded_modules() -> AbstractContextManager[None]:
-    """Let these modules be recorded by this thread."""
-    return methods_replaced(
-        {
-            (kind, name): _while_tracing(getattr(kind, name), recorded)
-            for (kind, name), recorded in _INSTEAD.items()
-        }
-    )
+def recorded_modules() -> dict[tuple[type, str], Any]:
+    """Return, by class and name, the methods by which a thread that traces records modules."""
+    return {
+        (kind, name): _while_tracing(getattr(kind, name), recorded)
+        for (kind, name), recorded in _INSTEAD.items()
+    }
 
 
 def _while_tracing(original: Callable[..., Any], recorded: Callable[..., Any]) -> Any:
@@ -100,22 +88,22 @@ _INSTEAD: Final[dict[tuple[type, str], Callable[..., Any]]] = {
     (nn.BatchNorm2d, "_check_input_dim"): of_rank(4),
     (nn.BatchNorm3d, "_check_input_dim"): of_rank(5),
     (nn.SyncBatchNorm, "_check_input_dim"): of_rank(2, 3, 4, 5),
-    (nn.SyncBatchNorm, "forward"): normalisation.batch_norm,
-    (_BatchNorm, "forward"): normalisation.batch_norm,
-    (_InstanceNorm, "forward"): normalisation.instance_norm,
-    (_SpectralNorm, "_power_method"): spectral.power_method,
-    (SpectralNorm, "compute_weight"): spectral.spectral_norm,
-    (_WeightNorm, "forward"): spectral.weight_norm,
-    (WeightNorm, "compute_weight"): spectral.weight_norm_of_hook,
+    (nn.SyncBatchNorm, "forward"): formulas.batch_norm,
+    (_BatchNorm, "forward"): formulas.batch_norm,
+    (_InstanceNorm, "forward"): formulas.instance_norm,
+    (_SpectralNorm, "_power_method"): formulas.power_method,
+    (SpectralNorm, "compute_weight"): formulas.spectral_norm,
+    (_WeightNorm, "forward"): formulas.weight_norm,
+    (WeightNorm, "compute_weight"): formulas.weight_norm_of_hook,
     (nn.CircularPad1d, "_check_input_dim"): of_rank(2, 3),
     (nn.CircularPad2d, "_check_input_dim"): of_rank(3, 4),
     (nn.CircularPad3d, "_check_input_dim"): of_rank(4, 5),
     (nn.Softmax2d, "forward"): _softmax_2d,
-    (nn.MultiheadAttention, "forward"): attention.attention,
-    (nn.TransformerEncoderLayer, "forward"): attention.encoder_layer,
-    (nn.TransformerEncoder, "forward"): attention.encoder,
-    (_ConvTransposeNd, "_output_padding"): convolution.output_padding,
-    (nn.TripletMarginWithDistanceLoss, "forward"): losses.triplet_with_distance,
+    (nn.MultiheadAttention, "forward"): formulas.attention,
+    (nn.TransformerEncoderLayer, "forward"): formulas.encoder_layer,
+    (nn.TransformerEncoder, "forward"): formulas.encoder,
+    (_ConvTransposeNd, "_output_padding"): formulas.output_padding,
+    (nn.TripletMarginWithDistanceLoss, "forward"): formulas.triplet_with_distance,
     (torch.autocast, "__init__"): refused.autocast(torch.autocast.__init__),
     (Distribution, "_validate_sample"): distributions.validate_sample,
     (Categorical, "__init__"): distributions.categorical,
@@ -139,4 +127,4 @@ _INSTEAD: Final[dict[tuple[type, str], Callable[..., Any]]] = {
     (_LazyNormBase, "initialize_parameters"): refused.not_initialised,
 }
 if hasattr(nn, "LinearCrossEntropyLoss"):  # torch 2.12 and older have none
-    _INSTEAD[nn.LinearCrossEntropyLoss, "forward"] = losses.linear_cross_entropy
+    _INSTEAD[nn.LinearCrossEntropyLoss, "forward"] = formulas.linear_cross_entropy
