@@ -23,9 +23,9 @@ from gradbox.cli import main
 from gradbox_service.backing import Backing
 from gradbox_service.http.app import create_app
 from gradbox_service.settings import Settings
-from gradbox_service.testing.inprocess import InProcessTransport
 from gradbox_worker.turns.inline import InlineWorker
 from tests.device import DEVICE
+from tests.inprocess import InProcessTransport
 
 ROOT = Path(__file__).resolve().parents[1]
 READY = "gradbox ready at "

@@ -27,9 +27,9 @@ from benchmarks.box.fair_share import Ran, fair_waits
 from benchmarks.page import section, table, verdicts
 from gradbox import GradClient
 from gradbox.protocol import JobState, JobView
-from gradbox_service.jobs import connect
-from gradbox_service.revocations import Revocations
-from gradbox_service.tokens import RedisTokens
+from gradbox_service.database.connection import connect
+from gradbox_service.identity.revocations import Revocations
+from gradbox_service.identity.tokens import RedisTokens
 from gradbox_service.up.embedded_redis import url_in
 from gradbox_worker.demo.box import running_box
 

@@ -35,7 +35,9 @@ from benchmarks.measure import median_ms
 from benchmarks.page import section, table, verdicts
 from gradbox.protocol import MethodView, ModelView, ParameterView, ResultView, parse_spec
 from gradbox_service.backing import Backing
-from gradbox_service.jobs import QUEUE, JobRecord, WorkerPresence, connect
+from gradbox_service.database.connection import connect
+from gradbox_service.fleet import WorkerPresence
+from gradbox_service.jobs import QUEUE, JobRecord
 from gradbox_service.settings import Settings
 from gradbox_service.up.embedded_redis import EmbeddedRedis
 

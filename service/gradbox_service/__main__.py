@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from gradbox.cli.exits import run_alone
-from gradbox_service.commands import register_service
+from gradbox_service.commands.service import register
 
 if __name__ == "__main__":
-    sys.exit(run_alone(register_service, ["service", *sys.argv[1:]]))
+    sys.exit(run_alone(register, ["service", *sys.argv[1:]]))

@@ -5,21 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from gradbox_service.jobs.connection import connect
-from gradbox_service.jobs.fleet import Fleet, MemoryFleet, RedisFleet
+from gradbox_service.accounting.blob_owners import BlobOwners, MemoryBlobOwners, RedisBlobOwners
+from gradbox_service.accounting.usage import RedisUsage, Usage
+from gradbox_service.database.connection import connect
+from gradbox_service.fleet.operation import MemoryOperation, Operation, RedisOperation
+from gradbox_service.fleet.workers import Fleet, MemoryFleet, RedisFleet
+from gradbox_service.identity.revocations import Revocations
+from gradbox_service.identity.sessions import MemorySessions, RedisSessions, Sessions
+from gradbox_service.identity.tokens import MemoryTokens, RedisTokens, Tokens
 from gradbox_service.jobs.memory_records import MemoryRecords
-from gradbox_service.jobs.operation import MemoryOperation, Operation, RedisOperation
 from gradbox_service.jobs.records import Records
 from gradbox_service.jobs.redis_records import RedisRecords
 from gradbox_service.jobs.turns import MemoryTurns, RqTurns, Turns
-from gradbox_service.jobs.usage import RedisUsage, Usage
-from gradbox_service.ownership import BlobOwners, MemoryBlobOwners, RedisBlobOwners
 from gradbox_service.queue.leadership import Leadership, RedisLeadership, SoleLeadership
-from gradbox_service.revocations import Revocations
-from gradbox_service.sessions import MemorySessions, RedisSessions, Sessions
 from gradbox_service.settings import BadSettings, Settings
 from gradbox_service.store import BlobStore, ResultStore, blob_store, result_store
-from gradbox_service.tokens import MemoryTokens, RedisTokens, Tokens
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gradbox_service.jobs import connect
+from gradbox_service.database.connection import connect
 from gradbox_service.settings import Settings
 from gradbox_service.up.embedded_redis import EmbeddedRedis
 from tests.attacks.services import Service, running

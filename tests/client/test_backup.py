@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gradbox.cli import main
-from gradbox_service.jobs import connect
+from gradbox_service.database.connection import connect
 from gradbox_service.up.embedded_redis import EmbeddedRedis
 
 RECORDS = Path("redis", "appendonlydir")

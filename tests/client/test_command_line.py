@@ -541,7 +541,7 @@ def test_a_command_whose_packages_are_missing_says_what_to_install(
     def load() -> None:
         raise ModuleNotFoundError("No module named 'redis'", name="redis")
 
-    entry = SimpleNamespace(name="up", module="gradbox_service.up.command", load=load)
+    entry = SimpleNamespace(name="up", module="gradbox_service.commands.up", load=load)
     monkeypatch.setattr(metadata, "entry_points", lambda group: [entry])
     assert main(["up", "--port", "0"]) == 2
     assert "redis" in (said := capsys.readouterr().err)

@@ -11,8 +11,9 @@ import pytest
 from gradbox import GradClient, Gradient
 from gradbox.errors import UnknownModel
 from gradbox.protocol import ModelView, OperationMode, OperationView
-from gradbox_service.jobs import RedisRecords, connect
-from gradbox_service.jobs.operation import RedisOperation
+from gradbox_service.database.connection import connect
+from gradbox_service.fleet.operation import RedisOperation
+from gradbox_service.jobs import RedisRecords
 from gradbox_service.up.embedded_redis import url_in
 from gradbox_worker.cluster.head.model_versions import ModelVersions
 from tests.cluster.conftest import ClusterBox

@@ -27,9 +27,10 @@ from gradbox.protocol import (
     ResultView,
 )
 from gradbox_service.backing import Backing
+from gradbox_service.fleet import WorkerPresence
 from gradbox_service.http.app import create_app
 from gradbox_service.http.listening import bind
-from gradbox_service.jobs import JobRecord, WorkerPresence
+from gradbox_service.jobs import JobRecord
 from gradbox_service.settings import Settings
 from tests.service.boxes import a_spec
 

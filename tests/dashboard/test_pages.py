@@ -14,7 +14,7 @@ from playwright.sync_api import Page, expect
 
 from gradbox.protocol import DeviceMemory, ModelBuild, OperationMode, OperationView
 from gradbox_service.dashboard.pages import POLICY
-from gradbox_service.jobs import WorkerPresence
+from gradbox_service.fleet import WorkerPresence
 from tests.dashboard.conftest import DESK, PHONE, Open
 from tests.dashboard.staged import GIB, LEASE_S, Staged, ended, many_waiting, staged
 

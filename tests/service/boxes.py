@@ -23,7 +23,8 @@ from gradbox.protocol import (
     parse_spec,
 )
 from gradbox_service.backing import Backing
-from gradbox_service.jobs import JobRecord, Records, WorkerPresence
+from gradbox_service.fleet import WorkerPresence
+from gradbox_service.jobs import JobRecord, Records
 
 VERSION = "a1" * 32
 MODEL = ModelView(

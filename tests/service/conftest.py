@@ -11,11 +11,11 @@ import pytest
 import redis
 
 from gradbox_service.backing import Backing
+from gradbox_service.database.connection import connect
 from gradbox_service.http.app import create_app
-from gradbox_service.jobs import connect
 from gradbox_service.settings import Settings
-from gradbox_service.testing.inprocess import InProcessTransport
 from gradbox_service.up.embedded_redis import EmbeddedRedis
+from tests.inprocess import InProcessTransport
 from tests.service.boxes import announce
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from gradbox_service.jobs import connect
+from gradbox_service.database.connection import connect
 from gradbox_service.settings import MIB
 from gradbox_service.up import embedded_redis, saying
 from gradbox_service.up.embedded_redis import (

@@ -13,7 +13,8 @@ import redis
 
 from gradbox.protocol import DeviceMemory, JobState, ResultView
 from gradbox_service.backing import Backing
-from gradbox_service.jobs import JobRecord, Place, Turn, WorkerPresence, redis_changes
+from gradbox_service.fleet import WorkerPresence
+from gradbox_service.jobs import JobRecord, Place, Turn, redis_changes
 from gradbox_service.queue.choice import MAX_PASSED_BY
 from gradbox_service.queue.dispatch import Dispatcher
 from gradbox_service.queue.shares import MAX_LEAD_S, Shares

@@ -9,8 +9,8 @@ import pytest
 import redis
 
 from gradbox_service.backing import Backing
-from gradbox_service.jobs import WorkerPresence
-from gradbox_service.jobs.fleet import (
+from gradbox_service.fleet import WorkerPresence
+from gradbox_service.fleet.workers import (
     DESCRIBED,
     DESCRIBED_S,
     MODELS,

@@ -12,7 +12,8 @@ import redis
 
 from gradbox.protocol import JobState, OperationMode
 from gradbox_service.backing import Backing
-from gradbox_service.jobs import QUEUE, SERIALIZER, JobRecord, Turn, WorkerPresence
+from gradbox_service.fleet import WorkerPresence
+from gradbox_service.jobs import QUEUE, SERIALIZER, JobRecord, Turn
 from gradbox_service.queue import dispatch
 from gradbox_service.queue.dispatch import Dispatcher
 from gradbox_service.settings import MIB, Settings

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gradbox_service.testing.inprocess import InProcessTransport
+from tests.inprocess import InProcessTransport
 
 
 class App:

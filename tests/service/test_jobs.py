@@ -15,7 +15,7 @@ from gradbox_service.backing import Backing
 from gradbox_service.http.app import create_app
 from gradbox_service.jobs import JobRecord
 from gradbox_service.settings import Settings
-from gradbox_service.testing.inprocess import InProcessTransport
+from tests.inprocess import InProcessTransport
 from tests.service.boxes import SHARDS, announce, begin, run_job, spec_for, submit, upload
 from tests.service.conftest import Box, client_with, serve
 

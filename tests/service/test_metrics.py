@@ -16,7 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from gradbox.printable import JsonFormatter
 from gradbox.protocol import DeviceMemory, Problem
 from gradbox_service.backing import Backing
-from gradbox_service.jobs import JobRecord, WorkerPresence
+from gradbox_service.fleet import WorkerPresence
+from gradbox_service.jobs import JobRecord
 from gradbox_service.settings import Settings
 from tests.service.boxes import begin, run_job, submit
 from tests.service.conftest import Box, client_with, serve

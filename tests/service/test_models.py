@@ -11,8 +11,8 @@ from gradbox.cli.box_tables import device_rows
 from gradbox.http.connection import parsed
 from gradbox.protocol import BoxView, ModelBuild
 from gradbox_service.backing import Backing
-from gradbox_service.jobs import WorkerPresence
-from gradbox_service.jobs.fleet import unusable_models
+from gradbox_service.fleet import WorkerPresence
+from gradbox_service.fleet.workers import unusable_models
 from tests.service.boxes import MODEL, SHARDS, spec_for, upload
 from tests.service.conftest import Box
 

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from gradbox_service.accounting.blob_owners import BlobOwners
 from gradbox_service.backing import Backing
-from gradbox_service.ownership import BlobOwners
 from gradbox_service.settings import Settings
 
 ONE, TWO = "1" * 64, "2" * 64

@@ -18,9 +18,9 @@ from gradbox.protocol import Problem
 from gradbox_service.backing import Backing
 from gradbox_service.http.app import create_app
 from gradbox_service.settings import MIB, BadSettings, Settings
-from gradbox_service.testing.inprocess import InProcessTransport
 from gradbox_service.up.embedded_redis import EmbeddedRedis
 from tests.disks import small_disk
+from tests.inprocess import InProcessTransport
 from tests.service.boxes import SHARDS, announce, spec_for, upload
 from tests.service.conftest import Box, client_with
 

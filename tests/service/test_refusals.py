@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from gradbox_service.jobs import connect
-from gradbox_service.jobs.refusals import store_refuses, why_refused
+from gradbox_service.database.connection import connect
+from gradbox_service.database.refusals import store_refuses, why_refused
 from gradbox_service.up.embedded_redis import EmbeddedRedis
 from tests.disks import small_disk
 

@@ -123,7 +123,7 @@ def test_a_running_service_loads_no_torch(redis_settings: Settings) -> None:
     code = """
 import sys, httpx
 from gradbox_service.http.app import create_app
-from gradbox_service.testing.inprocess import InProcessTransport
+from tests.inprocess import InProcessTransport
 from gradbox_service.settings import Settings
 with InProcessTransport(create_app(Settings.read())) as transport:
     client = httpx.Client(transport=transport, base_url="http://box")

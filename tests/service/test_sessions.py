@@ -6,10 +6,10 @@ import httpx
 import pytest
 import redis
 
-from gradbox_service import sessions
 from gradbox_service.backing import Backing
-from gradbox_service.sessions import RedisSessions
-from gradbox_service.tokens import RedisTokens
+from gradbox_service.identity import sessions
+from gradbox_service.identity.sessions import RedisSessions
+from gradbox_service.identity.tokens import RedisTokens
 from tests.service.boxes import submit
 from tests.service.conftest import Box
 

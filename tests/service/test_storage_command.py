@@ -9,8 +9,8 @@ import pytest
 
 from gradbox.cli.exits import run_alone
 from gradbox_service.backing import Backing
+from gradbox_service.commands.storage import register
 from gradbox_service.settings import Settings
-from gradbox_service.storage_command import register
 from tests.service.boxes import a_record, a_spec
 from tests.service.test_cleaning import put_blob, put_result
 from tests.service.test_server import running

@@ -12,9 +12,9 @@ import redis
 
 from gradbox.cli.exits import run_alone
 from gradbox_service.backing import Backing
-from gradbox_service.commands import register_tokens
-from gradbox_service.revocations import NUM_LINES, NotRevoked, Revocations
-from gradbox_service.tokens import TOKENS, BadTokenName, RedisTokens, Tokens
+from gradbox_service.commands.tokens import register
+from gradbox_service.identity.revocations import NUM_LINES, NotRevoked, Revocations
+from gradbox_service.identity.tokens import TOKENS, BadTokenName, RedisTokens, Tokens
 from gradbox_service.up.embedded_redis import EmbeddedRedis
 from tests.chaos.disk import filled
 from tests.disks import small_disk
@@ -153,7 +153,7 @@ def test_without_the_boxs_folder_the_command_says_that_the_token_is_valid(
 
 
 def run(*arguments: str) -> int:
-    return run_alone(register_tokens, ["tokens", *arguments])
+    return run_alone(register, ["tokens", *arguments])
 
 
 def test_the_command_creates_lists_and_revokes(

@@ -8,15 +8,10 @@ import pytest
 
 from gradbox.errors import JobFailed
 from gradbox.protocol import JobState, Problem, ResultView
+from gradbox_service.accounting.usage import HOUR_S, MINUTE_S, Used
 from gradbox_service.backing import Backing
-from gradbox_service.jobs import JobRecord, Used
-from gradbox_service.jobs.usage import (
-    HOUR_S,
-    MINUTE_S,
-    busy_with_running,
-    charge_of,
-    with_running,
-)
+from gradbox_service.jobs import JobRecord
+from gradbox_service.jobs.charges import busy_with_running, charge_of, with_running
 from tests.service.boxes import a_record, a_spec
 
 HOUR = 490_000

@@ -12,7 +12,7 @@ from threading import Thread
 import pytest
 import redis
 
-from gradbox_service.jobs import RedisFleet, WorkerPresence
+from gradbox_service.fleet import RedisFleet, WorkerPresence
 from gradbox_service.up import watchdog as module
 from gradbox_service.up.embedded_redis import EmbeddedRedis
 from gradbox_service.up.watchdog import REDIS, SERVICE, Watchdog

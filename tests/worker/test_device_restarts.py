@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from gradbox.protocol import JobState, ModelView
-from gradbox_service.jobs import WorkerPresence
+from gradbox_service.fleet import WorkerPresence
 from gradbox_worker.device import DeviceProcess
 from tests.worker import zoo
 from tests.worker.box import Box, WorkerProcess, child_called, eventually, shards_of

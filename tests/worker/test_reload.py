@@ -11,8 +11,8 @@ import pytest
 
 from gradbox.errors import UnknownModel
 from gradbox.protocol import JobState
-from gradbox_service.jobs import WorkerPresence
-from gradbox_service.jobs.fleet import said_builds
+from gradbox_service.fleet import WorkerPresence
+from gradbox_service.fleet.workers import said_builds
 from tests.worker import zoo
 from tests.worker.box import Box, WorkerProcess, running_box, shards_of
 

@@ -21,7 +21,8 @@ from gradbox.protocol import (
     ResultView,
 )
 from gradbox_service.backing import Backing
-from gradbox_service.jobs import JobRecord, MemoryRecords, Transition, WorkerPresence
+from gradbox_service.fleet import WorkerPresence
+from gradbox_service.jobs import JobRecord, MemoryRecords, Transition
 from gradbox_service.settings import Settings
 from gradbox_worker.errors import DeviceNotStarted
 from gradbox_worker.turns import supervision as supervision_module

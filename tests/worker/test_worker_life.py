@@ -16,7 +16,8 @@ import redis
 from rq import Queue
 
 from gradbox.protocol import JobState
-from gradbox_service.jobs import QUEUE, TASK, WorkerPresence
+from gradbox_service.fleet import WorkerPresence
+from gradbox_service.jobs import QUEUE, TASK
 from tests.worker.box import (
     Box,
     WorkerProcess,

@@ -215,7 +215,8 @@ def _address(settings: Settings) -> str:
 
 
 def _check(name: str, *, redis_url: str) -> int:
-    from gradbox_service.jobs import RedisFleet, connect
+    from gradbox_service.database.connection import connect
+    from gradbox_service.fleet import RedisFleet
 
     fleet = RedisFleet(connect(redis_url))
     found = next((worker for worker in fleet.workers() if worker.name == name), None)
@@ -226,7 +227,7 @@ def _check(name: str, *, redis_url: str) -> int:
 def _work(
     name: str, *, settings: Settings, device_settings: DeviceSettings, patience: Patience
 ) -> int:
-    from gradbox_service.jobs import connect
+    from gradbox_service.database.connection import connect
     from gradbox_service.store import result_store
     from gradbox_worker.device import DeviceProcess
     from gradbox_worker.models import read_models_file

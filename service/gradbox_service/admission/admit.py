@@ -17,6 +17,7 @@ from gradbox.protocol import (
     PerSampleGradientSpec,
     SharedSpec,
 )
+from gradbox_service.accounting.own_blobs import OwnBlobs
 from gradbox_service.admission import gradient, mixed_gradient, per_sample
 from gradbox_service.admission.arguments import check_groups
 from gradbox_service.admission.functions import check_readout
@@ -24,8 +25,7 @@ from gradbox_service.admission.model import find_model
 from gradbox_service.admission.parameters import check_weights, check_wrt
 from gradbox_service.admission.references import References, shared_references
 from gradbox_service.admission.tensors import TensorHeaders
-from gradbox_service.jobs import Fleet, WorkerPresence
-from gradbox_service.ownership import OwnBlobs
+from gradbox_service.fleet import Fleet, WorkerPresence
 
 
 class Check(Protocol):

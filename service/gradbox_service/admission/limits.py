@@ -5,8 +5,8 @@ from __future__ import annotations
 from gradbox.errors import InvalidJob, OwnerOnly, QueueFull
 from gradbox.protocol import CotangentGradientSpec, JobSpec
 from gradbox.protocol.options import DEFAULT_TIMEOUT_S
+from gradbox_service.identity.tokens import TokenInfo
 from gradbox_service.settings import Settings
-from gradbox_service.tokens import TokenInfo
 
 
 def check_values(body: bytes, *, settings: Settings) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from gradbox.errors import ServiceUnavailable, UnknownModel, UnusableModel
 from gradbox.protocol import ModelView
-from gradbox_service.jobs import Fleet, WorkerPresence
-from gradbox_service.jobs.fleet import offered_versions, unusable_models
+from gradbox_service.fleet import Fleet, WorkerPresence
+from gradbox_service.fleet.workers import offered_versions, unusable_models
 
 MIN_VERSION_LENGTH = 8
 

@@ -15,6 +15,7 @@ from gradbox.protocol import (
     parse_posted,
     spec_digest,
 )
+from gradbox_service.accounting.own_blobs import OwnBlobs
 from gradbox_service.admission.admit import admit
 from gradbox_service.admission.earlier_job import check_against
 from gradbox_service.admission.forward_job import ForwardJob, forward_job
@@ -24,10 +25,9 @@ from gradbox_service.admission.sent_blobs import take_blobs
 from gradbox_service.admission.shares import check_leaves_room, check_room
 from gradbox_service.backing import Backing
 from gradbox_service.cleaning.under_way import UnderWay
+from gradbox_service.identity.tokens import TokenInfo
 from gradbox_service.jobs import JobRecord
-from gradbox_service.ownership import OwnBlobs
 from gradbox_service.settings import Settings
-from gradbox_service.tokens import TokenInfo
 
 
 def post(

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from gradbox.errors import InvalidInputs, MissingBlobs
 from gradbox.protocol import ShardRef, TensorRef
 from gradbox.tensors.safetensors_header import SafetensorsHeader, TensorEntry
-from gradbox_service.ownership import OwnBlobs
+from gradbox_service.accounting.own_blobs import OwnBlobs
 
 # Opening a blob costs a file read here and a mapping in the worker.
 MAX_BLOBS = 10_000

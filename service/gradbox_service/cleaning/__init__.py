@@ -10,5 +10,5 @@ To read in this order:
     under_way  jobs that are being posted: what they name is not needed yet
     cleaner    does it once a minute, in the service process that leads, and at once for a quota
 
-`gradbox storage`, which lists and cleans by hand, is `gradbox_service.storage_command`.
+`gradbox storage`, which lists and cleans by hand, is `gradbox_service.commands.storage`.
 """

@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from gradbox.errors import BlobInUse
 from gradbox.protocol import JobSpec
+from gradbox_service.accounting.blob_owners import BlobOwners
 from gradbox_service.cleaning.crowding import crowding
 from gradbox_service.cleaning.expiry import (
     SETTLED_SPARED_S,
@@ -31,15 +32,14 @@ from gradbox_service.cleaning.needed import Needed, named_in
 from gradbox_service.cleaning.removed import RemovedByHand
 from gradbox_service.cleaning.spent import Spent, spent
 from gradbox_service.cleaning.under_way import UnderWay
+from gradbox_service.database.refusals import unless_refused
+from gradbox_service.identity.tokens import Tokens
 from gradbox_service.jobs import JobRecord, Records
-from gradbox_service.jobs.refusals import unless_refused
-from gradbox_service.ownership import BlobOwners
 from gradbox_service.queue.leadership import LEADER_TTL_S, Leadership
 from gradbox_service.repeating_thread import RepeatingThread
 from gradbox_service.settings import Settings
 from gradbox_service.store import BlobStore, ResultStore
 from gradbox_service.store.files import FileUse, use_of
-from gradbox_service.tokens import Tokens
 
 T = TypeVar("T")
 

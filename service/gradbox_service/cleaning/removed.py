@@ -10,8 +10,8 @@ import logging
 import time
 from functools import partial
 
+from gradbox_service.accounting.blob_owners import BlobOwners
 from gradbox_service.jobs import JobRecord, Records
-from gradbox_service.ownership import BlobOwners
 from gradbox_service.store import BlobStore, ResultStore
 from gradbox_service.store.files import use_of
 

@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from typing import Final
 
 from gradbox.protocol import JobState, OwnerUsage, Span, UsageView
+from gradbox_service.accounting.usage import HOUR_S, Used
 from gradbox_service.backing import Backing
-from gradbox_service.jobs.usage import HOUR_S, Used, with_running
-from gradbox_service.tokens import TokenInfo
+from gradbox_service.identity.tokens import TokenInfo
+from gradbox_service.jobs.charges import with_running
 
 # Hours a bucket, and buckets.
 BUCKETS: Final[Mapping[Span, tuple[int, int]]] = {

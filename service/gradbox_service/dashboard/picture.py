@@ -19,10 +19,11 @@ from gradbox.protocol import (
     ModelView,
     OperationView,
 )
-from gradbox_service.jobs import JobRecord, Place, WorkerPresence
-from gradbox_service.jobs.fleet import offered_versions, unusable_models
-from gradbox_service.jobs.usage import MINUTE_S, BusyByWorker
-from gradbox_service.tokens import TokenInfo
+from gradbox_service.accounting.usage import MINUTE_S, BusyByWorker
+from gradbox_service.fleet import WorkerPresence
+from gradbox_service.fleet.workers import offered_versions, unusable_models
+from gradbox_service.identity.tokens import TokenInfo
+from gradbox_service.jobs import JobRecord, Place
 
 # As many of the jobs that wait are shown: what lies behind changes too often to be told.
 MAX_WAITING: Final = 100

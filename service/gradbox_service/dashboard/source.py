@@ -6,6 +6,7 @@ import time
 from collections.abc import Collection, Sequence
 
 from gradbox.protocol import JobState, ModelView
+from gradbox_service.accounting.usage import MINUTE_S, BusyByWorker
 from gradbox_service.backing import Backing
 from gradbox_service.dashboard.picture import (
     MINUTES_SHOWN,
@@ -14,9 +15,10 @@ from gradbox_service.dashboard.picture import (
     jobs_shown,
     models_shown,
 )
-from gradbox_service.jobs import JobRecord, WorkerPresence
-from gradbox_service.jobs.fleet import offered_versions
-from gradbox_service.jobs.usage import MINUTE_S, BusyByWorker, busy_with_running
+from gradbox_service.fleet import WorkerPresence
+from gradbox_service.fleet.workers import offered_versions
+from gradbox_service.jobs import JobRecord
+from gradbox_service.jobs.charges import busy_with_running
 
 
 class Source:

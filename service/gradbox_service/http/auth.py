@@ -20,8 +20,8 @@ from starlette.exceptions import HTTPException
 
 from gradbox.errors import JobNotFound, Unauthorized
 from gradbox_service.backing import Backing
+from gradbox_service.identity.tokens import TokenInfo
 from gradbox_service.jobs import JobRecord
-from gradbox_service.tokens import TokenInfo
 
 _bearer = HTTPBearer(auto_error=False, description="A token made by `gradbox tokens create NAME`")
 

@@ -20,9 +20,9 @@ from gradbox.errors import BoxDraining, Category, GradboxError, MissingBlobs, Se
 from gradbox.protocol import Problem
 from gradbox.protocol.problem import URN
 from gradbox_service.admission.quota import QuotaReached
+from gradbox_service.database.refusals import store_refuses, why_refused
 from gradbox_service.http.heads import answers_as_get
 from gradbox_service.http.request_ids import HEADER, request_id_of
-from gradbox_service.jobs.refusals import store_refuses, why_refused
 from gradbox_service.store.room import DISK_REFUSES, Room
 
 log = logging.getLogger(__name__)

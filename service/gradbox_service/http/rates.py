@@ -20,7 +20,7 @@ from gradbox.errors import TooManyRequests
 from gradbox.protocol import Problem
 from gradbox_service.http.auth import secret_of
 from gradbox_service.http.problems import problem_response
-from gradbox_service.tokens import digest_of
+from gradbox_service.identity.tokens import digest_of
 
 BURST_S = 4.0
 # Senders and tokens remembered; a bucket that is forgotten is full again.

@@ -21,7 +21,7 @@ from gradbox_service.http.app import create_app
 from gradbox_service.http.connections import BoundedProtocol, ConnectionLimits
 from gradbox_service.http.event_hub import Hub
 from gradbox_service.http.listening import bind, check_exposure, url_of
-from gradbox_service.revocations import Revocations
+from gradbox_service.identity.revocations import Revocations
 from gradbox_service.settings import BadSettings, Settings
 
 log = logging.getLogger(__name__)

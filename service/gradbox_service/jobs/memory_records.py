@@ -9,6 +9,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from gradbox.protocol import JobSpec, JobState
+from gradbox_service.accounting.usage import MemoryUsage
+from gradbox_service.jobs.charges import charge_of
 from gradbox_service.jobs.events import event_of, parse_id, state_event
 from gradbox_service.jobs.place import Place
 from gradbox_service.jobs.record import JobRecord, Transition
@@ -21,7 +23,6 @@ from gradbox_service.jobs.records import (
     Memory,
     check_same_spec,
 )
-from gradbox_service.jobs.usage import MemoryUsage, charge_of
 
 
 class MemoryRecords:

@@ -16,7 +16,8 @@ import redis
 from redis.client import Pipeline
 
 from gradbox.protocol import JobState
-from gradbox_service.jobs import usage
+from gradbox_service.accounting import usage
+from gradbox_service.jobs.charges import charge_of
 from gradbox_service.jobs.damaged import read_record
 from gradbox_service.jobs.events import event_of, parse_id, state_event
 from gradbox_service.jobs.place import Place
@@ -48,7 +49,7 @@ def write(pipe: Pipeline, before: JobRecord | None, after: JobRecord) -> None:
     if before is None or before.state is not after.state:
         _index(pipe, before, after)
     count_result(pipe, after.owner, after.result_bytes - (before.result_bytes if before else 0))
-    charge = usage.charge_of(before, after, now_s=time.time())
+    charge = charge_of(before, after, now_s=time.time())
     if charge is not None:
         usage.write(pipe, charge)
     event = event_of(before, after)

@@ -11,12 +11,12 @@ import redis
 from redis.client import Pipeline
 
 from gradbox.protocol import JobState
+from gradbox_service.database.refusals import store_refuses
 from gradbox_service.jobs import redis_changes as changes
 from gradbox_service.jobs.place import Place
 from gradbox_service.jobs.record import JobRecord
 from gradbox_service.jobs.records import FOLLOWED_S
 from gradbox_service.jobs.redis_changes import job_key
-from gradbox_service.jobs.refusals import store_refuses
 
 
 class RedisPlaces(ABC):

@@ -34,6 +34,7 @@ from typing import Any, cast
 import redis
 
 from gradbox.protocol import JobSpec, parse_spec
+from gradbox_service.database.conditional_commands import ConditionalCommands
 from gradbox_service.jobs import redis_changes as changes
 from gradbox_service.jobs.damaged import SET_ASIDE, failed_record, read_record
 from gradbox_service.jobs.events import parse_id
@@ -48,7 +49,6 @@ from gradbox_service.jobs.records import (
 from gradbox_service.jobs.redis_changes import job_key, owner_key, posted_key, spec_key
 from gradbox_service.jobs.redis_lists import RedisLists
 from gradbox_service.jobs.redis_places import RedisPlaces
-from gradbox_service.jobs.redis_script import ConditionalCommands
 
 CHANGES_READ = 1000
 

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import redis
 import rq
 
-from gradbox_service.jobs.redis_script import ConditionalCommands
+from gradbox_service.database.conditional_commands import ConditionalCommands
 
 TASK = "gradbox_worker.turns.turn.run_turn"
 # One queue for every worker. A worker on two queues would lose a job between them (rq/rq#1716).

@@ -18,8 +18,10 @@ from functools import partial
 
 import redis
 
-from gradbox_service.jobs import Fleet, JobRecord, Records, Turns, Usage, WorkerPresence
-from gradbox_service.jobs.operation import MemoryOperation, Operation
+from gradbox_service.accounting.usage import Usage
+from gradbox_service.fleet import Fleet, WorkerPresence
+from gradbox_service.fleet.operation import MemoryOperation, Operation
+from gradbox_service.jobs import JobRecord, Records, Turns
 from gradbox_service.queue.active_jobs import ActiveJobs, ReadChanges
 from gradbox_service.queue.choice import Choice
 from gradbox_service.queue.leadership import LEADER_TTL_S, Leadership

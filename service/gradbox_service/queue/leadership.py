@@ -7,7 +7,7 @@ from typing import Protocol
 
 import redis
 
-from gradbox_service.jobs.redis_script import ConditionalCommands
+from gradbox_service.database.conditional_commands import ConditionalCommands
 
 LEADER = "gradbox:leader"
 # How long a process leads that has just said so.

@@ -14,8 +14,8 @@ from dataclasses import replace
 from itertools import chain
 from typing import Final
 
+from gradbox_service.database.refusals import unless_refused
 from gradbox_service.jobs import JobRecord, Place, Records
-from gradbox_service.jobs.refusals import unless_refused
 from gradbox_service.queue.active_jobs import ActiveJobs
 
 PACE_S: Final = 1.0

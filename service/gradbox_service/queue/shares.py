@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
+from gradbox_service.accounting.usage import HOUR_S, UsedByHour
 from gradbox_service.jobs import JobRecord
-from gradbox_service.jobs.usage import HOUR_S, UsedByHour
 
 # Use older than this many half-lives counts less than a thousandth and is not read.
 HALF_LIVES_READ: Final = 10

@@ -2,7 +2,6 @@
 
 To read in this order:
 
-    command             what is given on the command line
     background          `--wait`: the same in another process
     box                 the whole: Redis, service, workers; what restarts them
     saying              what it says of itself

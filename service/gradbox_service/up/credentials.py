@@ -15,11 +15,11 @@ from typing import Final
 import redis
 
 from gradbox.settings import FILE, ClientSettings, write_settings
-from gradbox_service.jobs.connection import connect
-from gradbox_service.jobs.refusals import store_refuses, why_refused
-from gradbox_service.revocations import Revocations
+from gradbox_service.database.connection import connect
+from gradbox_service.database.refusals import store_refuses, why_refused
+from gradbox_service.identity.revocations import Revocations
+from gradbox_service.identity.tokens import RedisTokens
 from gradbox_service.store.files import write_whole
-from gradbox_service.tokens import RedisTokens
 from gradbox_service.up.embedded_redis import NoRedis
 
 TOKEN_FILE: Final = "owner-token"

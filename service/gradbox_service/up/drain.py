@@ -8,9 +8,9 @@ from typing import Final
 import redis
 
 from gradbox.protocol import JobState, OperationMode, OperationView
+from gradbox_service.database.connection import connect
+from gradbox_service.fleet.operation import RedisOperation
 from gradbox_service.jobs import RedisRecords
-from gradbox_service.jobs.connection import connect
-from gradbox_service.jobs.operation import RedisOperation
 
 LOOK_S: Final = 0.5
 ANSWER_S: Final = 5.0

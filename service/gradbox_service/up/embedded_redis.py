@@ -23,8 +23,8 @@ from typing import Literal
 import redis
 
 from gradbox.errors import GradboxError
-from gradbox_service.jobs.connection import connect
-from gradbox_service.jobs.refusals import store_refuses
+from gradbox_service.database.connection import connect
+from gradbox_service.database.refusals import store_refuses
 from gradbox_service.up.append_only_file import cut_zeros
 from gradbox_service.up.lifeline import die_with_parent
 from gradbox_service.up.saying import NotReady

@@ -7,9 +7,9 @@ import socket
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from gradbox_service.database.connection import connect
+from gradbox_service.fleet.workers import RedisFleet, unusable_models
 from gradbox_service.http.listening import is_loopback
-from gradbox_service.jobs.connection import connect
-from gradbox_service.jobs.fleet import RedisFleet, unusable_models
 
 
 def how_to_reach(url: str, *, host: str, public_url: str | None, data: Path) -> str:

@@ -22,8 +22,8 @@ from typing import Final
 
 import redis
 
-from gradbox_service.jobs.connection import connect
-from gradbox_service.jobs.fleet import RedisFleet
+from gradbox_service.database.connection import connect
+from gradbox_service.fleet.workers import RedisFleet
 from gradbox_service.repeating_thread import RepeatingThread
 
 SERVICE: Final = "service"

@@ -10,7 +10,8 @@ import threading
 from pathlib import Path
 
 from gradbox.protocol import ModelView
-from gradbox_service.jobs import Fleet, MemoryTurns, Records
+from gradbox_service.fleet import Fleet
+from gradbox_service.jobs import MemoryTurns, Records
 from gradbox_service.store import BlobStore, ResultStore
 from gradbox_worker.computations.execution import Execution, StopNow
 from gradbox_worker.computations.kept_graphs import KeptGraphs

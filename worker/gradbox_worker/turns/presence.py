@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from gradbox.protocol import DeviceMemory, ModelBuild, ModelView
-from gradbox_service.jobs import Fleet, WorkerPresence
-from gradbox_service.jobs.refusals import unless_refused
+from gradbox_service.database.refusals import unless_refused
+from gradbox_service.fleet import Fleet, WorkerPresence
 from gradbox_worker.errors import NameTaken
 
 # `gradbox up` kills a worker that lets its entry lapse: see its watchdog.

@@ -31,8 +31,8 @@ from rq.queue import Queue
 from rq.utils import now
 from rq.worker.base import WorkerStatus
 
+from gradbox_service.database.conditional_commands import ConditionalCommands
 from gradbox_service.jobs import SERIALIZER, TASK, Turn
-from gradbox_service.jobs.redis_script import ConditionalCommands
 from gradbox_service.jobs.turns import NO_TIMEOUT, turn_of
 
 log = logging.getLogger(__name__)

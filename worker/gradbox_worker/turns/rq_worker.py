@@ -26,8 +26,9 @@ from rq.timeouts import BaseDeathPenalty
 from rq.worker.base import WorkerStatus
 
 from gradbox.protocol import ModelView
-from gradbox_service.jobs import QUEUE, SERIALIZER, RedisFleet, RedisRecords
-from gradbox_service.jobs.refusals import store_refuses, unless_refused
+from gradbox_service.database.refusals import store_refuses, unless_refused
+from gradbox_service.fleet import RedisFleet
+from gradbox_service.jobs import QUEUE, SERIALIZER, RedisRecords
 from gradbox_service.store import ResultStore
 from gradbox_worker.device import DeviceProcess, Trial
 from gradbox_worker.errors import DeviceNotStarted, ModelsFileError, WorkerError

@@ -14,8 +14,8 @@ from typing import Final
 
 from gradbox.protocol import ProgressView
 from gradbox.spans import Spans
+from gradbox_service.database.refusals import unless_refused
 from gradbox_service.jobs import Records
-from gradbox_service.jobs.refusals import unless_refused
 from gradbox_worker.work import StopOrder
 
 WORKER: Final = Spans("gradbox-worker")

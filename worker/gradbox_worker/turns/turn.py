@@ -31,9 +31,10 @@ import redis
 
 from gradbox.errors import GradboxError, JobFailed, JobTimedOut, OutOfMemory, WorkerLost
 from gradbox.protocol import CotangentsLoss, GradientSpec, JobSpec, JobState, Problem, SampleSpec
-from gradbox_service.jobs import Fleet, JobRecord, Records, Transition
-from gradbox_service.jobs.fleet import may_be_run
-from gradbox_service.jobs.refusals import store_refuses
+from gradbox_service.database.refusals import store_refuses
+from gradbox_service.fleet import Fleet
+from gradbox_service.fleet.workers import may_be_run
+from gradbox_service.jobs import JobRecord, Records, Transition
 from gradbox_service.store import ResultStore
 from gradbox_worker.errors import DeviceNotStarted
 from gradbox_worker.turns.supervision import WORKER, Patience, StopReason, Watch

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from gradbox.errors import BlobTooLarge
 from gradbox.protocol import BlobList, BlobView
+from gradbox_service.accounting.own_blobs import OwnBlobs
 from gradbox_service.admission.quota import Quota, Taken
 from gradbox_service.admission.shares import check_memory
 from gradbox_service.backing import Backing
@@ -21,11 +22,10 @@ from gradbox_service.http.auth import Box, Caller
 from gradbox_service.http.bodies import announced_bytes
 from gradbox_service.http.open_requests import transfer
 from gradbox_service.http.openapi import BLOB_BODY
-from gradbox_service.ownership import OwnBlobs
+from gradbox_service.identity.tokens import TokenInfo
 from gradbox_service.settings import MIB, Settings
 from gradbox_service.store import Upload
 from gradbox_service.store.files import use_of
-from gradbox_service.tokens import TokenInfo
 
 router = APIRouter(prefix="/v1/blobs", tags=["blobs"])
 

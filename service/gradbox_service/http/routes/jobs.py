@@ -32,9 +32,9 @@ from gradbox_service.http.multipart import MAX_BODY_BYTES, Parts, is_form, read_
 from gradbox_service.http.open_requests import OpenRequests
 from gradbox_service.http.openapi import JOB_ANSWER, JOB_REQUEST, MAX_KEY_LENGTH, PREFER
 from gradbox_service.http.waiting import answer_with, waited_for
+from gradbox_service.identity.tokens import TokenInfo
 from gradbox_service.jobs import JobRecord, Mark
 from gradbox_service.settings import KIB
-from gradbox_service.tokens import TokenInfo
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 

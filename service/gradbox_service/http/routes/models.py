@@ -8,8 +8,8 @@ from gradbox.errors import OwnerOnly
 from gradbox.protocol import ModelList, ModelView
 from gradbox_service.admission.model import find_model
 from gradbox_service.backing import Backing
+from gradbox_service.fleet.workers import offered_versions, unusable_models
 from gradbox_service.http.auth import Box, Caller
-from gradbox_service.jobs.fleet import offered_versions, unusable_models
 
 router = APIRouter(prefix="/v1/models", tags=["models"])
 

@@ -8,8 +8,8 @@ from pydantic import BaseModel
 from gradbox.errors import BoxDraining, GradboxError, ServiceUnavailable
 from gradbox.protocol import OperationMode
 from gradbox_service.admission.shares import why_no_room
+from gradbox_service.fleet.workers import offered_versions, said_builds
 from gradbox_service.http.auth import Box
-from gradbox_service.jobs.fleet import offered_versions, said_builds
 from gradbox_service.repeating_thread import RepeatingThread
 
 router = APIRouter(tags=["probes"])

@@ -11,8 +11,8 @@ from gradbox.errors import Unauthorized
 from gradbox.protocol import CallerView
 from gradbox_service.http.auth import Box, cookie_name, cookie_secret, refuse_forged
 from gradbox_service.http.openapi import DASHBOARD_REQUEST, header
-from gradbox_service.sessions import LIFETIME_S
-from gradbox_service.tokens import TokenInfo
+from gradbox_service.identity.sessions import LIFETIME_S
+from gradbox_service.identity.tokens import TokenInfo
 
 router = APIRouter(prefix="/v1/session", tags=["session"])
 

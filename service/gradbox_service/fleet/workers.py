@@ -14,9 +14,9 @@ import redis
 from pydantic import BaseModel, ConfigDict
 
 from gradbox.protocol import DeviceMemory, ModelBuild, ModelView
+from gradbox_service.database.conditional_commands import ConditionalCommands
+from gradbox_service.database.refusals import unless_refused
 from gradbox_service.jobs import redis_changes
-from gradbox_service.jobs.redis_script import ConditionalCommands
-from gradbox_service.jobs.refusals import unless_refused
 
 log = logging.getLogger(__name__)
 

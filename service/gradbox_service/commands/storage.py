@@ -22,7 +22,7 @@ from gradbox.settings import noted_reserve_bytes
 from gradbox_service.backing import Backing
 from gradbox_service.cleaning.cleaner import Cleaner
 from gradbox_service.cleaning.expiry import Stored
-from gradbox_service.commands import DataFolder, RedisUrl, at_redis, beside_the_box
+from gradbox_service.commands.beside_the_box import DataFolder, RedisUrl, at_redis, beside_the_box
 from gradbox_service.settings import DAY_S, Settings
 from gradbox_service.store.files import sha256_of
 from gradbox_service.store.room import in_units

@@ -13,7 +13,7 @@ from typing import Final, Protocol, cast
 
 import redis
 
-from gradbox_service.tokens import TokenInfo, Tokens, digest_of
+from gradbox_service.identity.tokens import TokenInfo, Tokens, digest_of
 
 LIFETIME_S: Final = 7 * 24 * 3600
 # Of one token; the oldest ends where one more begins, for each takes memory of Redis.

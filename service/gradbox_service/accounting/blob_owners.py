@@ -18,7 +18,7 @@ from typing import Protocol, cast
 
 import redis
 
-from gradbox_service.jobs.redis_script import OVER_BOUND
+from gradbox_service.database.conditional_commands import OVER_BOUND
 
 BYTES = "gradbox:blob-bytes"
 FIRST = b"first"

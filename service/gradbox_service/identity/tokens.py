@@ -21,9 +21,9 @@ import redis
 from pydantic import BaseModel, ConfigDict
 
 from gradbox.errors import GradboxError
-from gradbox_service.jobs.redis_script import ConditionalCommands
-from gradbox_service.jobs.refusals import store_refuses
-from gradbox_service.revocations import Revocations
+from gradbox_service.database.conditional_commands import ConditionalCommands
+from gradbox_service.database.refusals import store_refuses
+from gradbox_service.identity.revocations import Revocations
 
 log = logging.getLogger(__name__)
 

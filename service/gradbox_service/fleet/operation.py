@@ -8,7 +8,7 @@ from typing import Protocol, cast
 import redis
 
 from gradbox.protocol import OperationView
-from gradbox_service.jobs.redis_script import ConditionalCommands
+from gradbox_service.database.conditional_commands import ConditionalCommands
 
 log = logging.getLogger(__name__)
 

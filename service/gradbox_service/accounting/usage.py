@@ -5,33 +5,25 @@ cancelled, lost, given back. Its device seconds are those in which a worker held
 hours that it ran in. The bytes of a result count in the hour in which the job ended, and so does
 the job.
 
-    charge_of        what a change of a record costs: a pure function
-    Usage            reads what was charged; on Redis or in memory
-    with_running     adds what attempts that still run have used so far
-
-Amounts are whole milliseconds and bytes, so that sums are exact.
+What a change of a record costs is worked out in `jobs.charges`. Amounts are whole milliseconds and
+bytes, so that sums are exact.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, Protocol, cast
 
 import redis
 from redis.client import Pipeline
-
-from gradbox.protocol import JobState
-from gradbox_service.jobs.record import JobRecord
 
 MINUTE_S: Final = 60
 HOUR_S: Final = 3600
 # Charges by the hour are kept for a month and some days, those by the minute for what is shown.
 HOURS_KEPT: Final = 35 * 24
 MINUTES_KEPT: Final = 120
-# An attempt is not taken for longer than this, whatever the clocks of two machines say.
-LONGEST_ATTEMPT_S: Final = 48 * HOUR_S
 
 
 @dataclass(frozen=True)
@@ -75,45 +67,6 @@ class Usage(Protocol):
 
     def busy_ms(self, first: int, last: int) -> BusyByWorker:
         """Return, by worker and minute, for how many milliseconds it held a job."""
-
-
-def charge_of(before: JobRecord | None, after: JobRecord, *, now_s: float) -> Charge | None:
-    """Return what a change of a record costs; None if it ends no attempt and no job.
-
-    Args:
-        now_s: when an attempt ended that did not end its job.
-    """
-    ended_s = now_s if after.finished_s is None else after.finished_s
-    attempt = None
-    if before is not None and before.state is JobState.RUNNING and before.attempt:
-        attempt = before if after.state is not JobState.RUNNING else None
-    ends = after.state.final and not (before is not None and before.state.final)
-    if attempt is None and not ends:
-        return None
-    charge = Charge(after.owner) if attempt is None else _held(attempt, until_s=ended_s)
-    if not ends:
-        return charge
-    hour = int(ended_s // HOUR_S)
-    own = Used(result_bytes=after.result_bytes, num_jobs=1)
-    return replace(charge, by_hour={**charge.by_hour, hour: charge.by_hour.get(hour, Used()) + own})
-
-
-def with_running(used: UsedByHour, running: Iterable[JobRecord], *, now_s: float) -> UsedByHour:
-    """Add to what was charged what attempts that still run have used so far."""
-    found = {hour: dict(owners) for hour, owners in used.items()}
-    for record in running:
-        _add_use(found, _held(record, until_s=now_s))
-    return found
-
-
-def busy_with_running(
-    busy_ms: BusyByWorker, running: Iterable[JobRecord], *, now_s: float
-) -> BusyByWorker:
-    """Add to the minutes that were charged those of attempts that still run."""
-    found = {worker: dict(minutes) for worker, minutes in busy_ms.items()}
-    for record in running:
-        _add_busy(found, _held(record, until_s=now_s))
-    return found
 
 
 class RedisUsage:
@@ -175,8 +128,8 @@ class MemoryUsage:
 
     def add(self, charge: Charge) -> None:
         with self._lock:
-            _add_use(self._hours, charge)
-            _add_busy(self._busy, charge)
+            add_use(self._hours, charge)
+            add_busy(self._busy, charge)
 
     def by_hour(self, first: int, last: int) -> UsedByHour:
         with self._lock:
@@ -193,34 +146,20 @@ class MemoryUsage:
             return {worker: minutes for worker, minutes in kept.items() if minutes}
 
 
-def _add_use(hours: dict[int, dict[str, Used]], charge: Charge) -> None:
+def add_use(hours: dict[int, dict[str, Used]], charge: Charge) -> None:
     for hour, used in charge.by_hour.items():
         owners = hours.setdefault(hour, {})
         owners[charge.owner] = owners.get(charge.owner, Used()) + used
 
 
-def _add_busy(workers: dict[str, dict[int, int]], charge: Charge) -> None:
+def add_busy(workers: dict[str, dict[int, int]], charge: Charge) -> None:
     if charge.worker is not None:
         minutes = workers.setdefault(charge.worker, {})
         for minute, busy in charge.busy_ms.items():
             minutes[minute] = minutes.get(minute, 0) + busy
 
 
-def _held(record: JobRecord, *, until_s: float) -> Charge:
-    """Return the charge of the record's attempt from its begin to `until_s`."""
-    began_s = until_s if record.started_s is None else record.started_s
-    began_s = max(began_s, until_s - LONGEST_ATTEMPT_S)
-    shown_s = max(began_s, until_s - MINUTES_KEPT * MINUTE_S)
-    hours = _spread(began_s, until_s, width_s=HOUR_S)
-    return Charge(
-        owner=record.owner,
-        worker=record.worker,
-        by_hour={hour: Used(device_ms=ms) for hour, ms in hours.items()},
-        busy_ms=_spread(shown_s, until_s, width_s=MINUTE_S),
-    )
-
-
-def _spread(began_s: float, ended_s: float, *, width_s: int) -> dict[int, int]:
+def spread(began_s: float, ended_s: float, *, width_s: int) -> dict[int, int]:
     """Return how many milliseconds of a span of time fall into each interval of `width_s`."""
     began, ended, width = int(began_s * 1000), int(ended_s * 1000), width_s * 1000
     found: dict[int, int] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from gradbox.tensors.safetensors_header import SafetensorsHeader
-from gradbox_service.ownership.owners import BlobOwners
+from gradbox_service.accounting.blob_owners import BlobOwners
 from gradbox_service.store import BlobStore
 
 

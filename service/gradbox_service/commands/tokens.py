@@ -1,83 +1,33 @@
-"""`gradbox service` and `gradbox tokens`: the service's part of the command line."""
+"""`gradbox tokens`: who may use the box."""
 
 from __future__ import annotations
 
 import json as jsons
-import socket
 import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import redis
 import typer
 
-from gradbox.cli.exits import DONE, UNREACHABLE, WRONG_USAGE
+from gradbox.cli.exits import DONE, WRONG_USAGE
 from gradbox.cli.output import AsJson, say_table
 from gradbox.cli.times import local
-from gradbox_service.jobs.connection import connect
-from gradbox_service.jobs.refusals import store_refuses, why_refused
-from gradbox_service.revocations import NotRevoked, Revocations
-from gradbox_service.settings import (
-    EMBEDDED,
-    BadSettings,
-    Settings,
-    make_files_private,
-    takes_settings,
-)
-from gradbox_service.tokens import BadTokenName, RedisTokens, lookalikes, token_id
-from gradbox_service.up.embedded_redis import url_in
-
-RedisUrl = Annotated[
-    str | None, typer.Option(metavar="URL", help="address of Redis (GRADBOX_REDIS_URL)")
-]
-DataFolder = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="data folder of a running `gradbox up` (GRADBOX_DATA)"),
-]
+from gradbox_service.commands.beside_the_box import DataFolder, RedisUrl, at_redis, beside_the_box
+from gradbox_service.database.connection import connect
+from gradbox_service.identity.revocations import Revocations
+from gradbox_service.identity.tokens import RedisTokens, lookalikes, token_id
+from gradbox_service.settings import Settings
 
 
-def register_service(app: typer.Typer) -> None:
-    """Add `gradbox service`."""
-    app.command("service", help="run the HTTP service alone")(run_service)
-
-
-def register_tokens(app: typer.Typer) -> None:
+def register(app: typer.Typer) -> None:
     """Add `gradbox tokens`."""
     tokens = typer.Typer(help="create, list and revoke tokens of this box", no_args_is_help=True)
     tokens.command("create", help="make a token; it is shown this once")(create)
     tokens.command("list", help="list the tokens")(list_tokens)
     tokens.command("revoke", help="make a token worthless")(revoke)
     app.add_typer(tokens, name="tokens")
-
-
-@takes_settings(leave_out=EMBEDDED)
-def run_service(
-    given: dict[str, Any],
-    *,
-    fd: Annotated[
-        int | None, typer.Option(metavar="N", help="a listening socket to use, by its number")
-    ] = None,
-) -> int:
-    """Serve until stopped."""
-    from gradbox.printable import log_to_stderr
-    from gradbox_service.http.listening import CannotListen
-    from gradbox_service.http.server import serve
-
-    log_to_stderr()
-    make_files_private()
-    try:
-        settings = Settings.read(**given)
-        serve(
-            settings,
-            listening=lambda url: print(f"gradbox service at {url}", flush=True),
-            bound=None if fd is None else socket.socket(fileno=fd),
-        )
-    except (BadSettings, CannotListen) as error:
-        print(f"gradbox service: {error}", file=sys.stderr)
-        return WRONG_USAGE
-    return DONE
 
 
 def create(
@@ -158,14 +108,6 @@ def revoke(
     return _with_tokens(run, redis_url, data)
 
 
-def at_redis(redis_url: str | None, data: Path | None) -> str:
-    """Return --redis-url, else the Redis of the `gradbox up` that runs on this data folder."""
-    settings = Settings.read(redis_url=redis_url, data=data)
-    if redis_url is None and data is not None:
-        return url_in(settings.data / "redis")
-    return settings.redis_url or url_in(settings.data / "redis")
-
-
 def _with_tokens(
     run: Callable[[RedisTokens], int], redis_url: str | None, data: Path | None
 ) -> int:
@@ -177,26 +119,3 @@ def _with_tokens(
             return run(RedisTokens(connection, revocations=revocations))
 
     return beside_the_box("tokens", run_on_redis)
-
-
-def beside_the_box(command: str, run: Callable[[], int]) -> int:
-    """Run a command that needs the box's own Redis; where it cannot be done, say why.
-
-    Returns:
-        What `run` returns, or the exit code of why it did not.
-    """
-    try:
-        return run()
-    except (BadSettings, BadTokenName) as error:
-        said, code = str(error), WRONG_USAGE
-    except NotRevoked as error:
-        said, code = str(error), UNREACHABLE
-    except redis.RedisError as error:
-        if not store_refuses(error):
-            raise
-        said, code = f"Redis {why_refused(error)}", UNREACHABLE
-        if isinstance(error, redis.ConnectionError):
-            here = "is --data the folder of a running `gradbox up`?"
-            said = f"Redis cannot be reached: {error}; {here}"
-    print(f"gradbox {command}: {said}", file=sys.stderr)
-    return code
