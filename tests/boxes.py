@@ -23,6 +23,7 @@ from gradbox.cli import main
 from gradbox_service.backing import Backing
 from gradbox_service.http.app import create_app
 from gradbox_service.settings import Settings
+from gradbox_service.up.embedded_redis import EmbeddedRedis
 from gradbox_worker.turns.inline import InlineWorker
 from tests.device import DEVICE
 from tests.inprocess import InProcessTransport
@@ -60,20 +61,23 @@ class TestBox:
 
 @contextmanager
 def twin_box(data: Path, *, models: Path) -> Iterator[TestBox]:
-    """Run service and worker on memory, in threads of this process."""
-    backing = Backing.in_memory(data)
+    """Run service and worker in threads of this process."""
+    redis = EmbeddedRedis.start(data / "redis", appendfsync="no")
+    settings = Settings(data=data, redis_url=redis.url)
+    backing = Backing.on_redis(settings)
     worker = InlineWorker(
         models,
         records=backing.records,
-        turns=backing.turns,  # type: ignore[arg-type]  # in memory they are MemoryTurns
+        turns=backing.turns,
         fleet=backing.fleet,
         blobs=backing.blobs,
         results=backing.results,
         device=str(DEVICE),
     )
     with ExitStack() as stack:
+        stack.callback(redis.stop)
         stack.enter_context(worker)
-        transport = InProcessTransport(create_app(Settings(data=data), backing=backing))
+        transport = InProcessTransport(create_app(settings, backing=backing))
         stack.callback(transport.close)
         yield TestBox(
             url="http://twin",

@@ -23,14 +23,13 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def document() -> Schema:
-    """Return the OpenAPI document of a service on memory."""
-    from gradbox_service.backing import Backing
+    """Return the OpenAPI document of a service, which connects to nothing before it is started."""
     from gradbox_service.http.app import create_app
     from gradbox_service.settings import Settings
 
     with tempfile.TemporaryDirectory() as folder:
-        data = Path(folder)
-        found: Schema = create_app(Settings(data=data), backing=Backing.in_memory(data)).openapi()
+        settings = Settings(data=Path(folder), redis_url="redis://127.0.0.1")
+        found: Schema = create_app(settings).openapi()
     return found
 
 

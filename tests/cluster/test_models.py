@@ -12,8 +12,8 @@ from gradbox import GradClient, Gradient
 from gradbox.errors import UnknownModel
 from gradbox.protocol import ModelView, OperationMode, OperationView
 from gradbox_service.database.connection import connect
-from gradbox_service.fleet.operation import RedisOperation
-from gradbox_service.jobs import RedisRecords
+from gradbox_service.fleet.operation import Operation
+from gradbox_service.jobs import Records
 from gradbox_service.up.embedded_redis import url_in
 from gradbox_worker.cluster.head.model_versions import ModelVersions
 from tests.cluster.conftest import ClusterBox
@@ -64,7 +64,7 @@ def test_a_job_in_ranges_is_refused_where_its_model_has_another_version_by_now(
 ) -> None:
     assert cluster.box.data is not None
     with closing(connect(url_in(cluster.box.data / "redis"))) as connection:
-        records, operation = RedisRecords(connection), RedisOperation(connection)
+        records, operation = Records(connection), Operation(connection)
         operation.set(OperationView(mode=OperationMode.PAUSED))
         records.wake()
         try:

@@ -33,6 +33,7 @@ from gradbox_service.http.listening import bind
 from gradbox_service.jobs import JobRecord
 from gradbox_service.settings import Settings
 from tests.service.boxes import a_spec
+from tests.valkey import empty_backing
 
 GIB = 2**30
 LEASE_S = 3600.0
@@ -67,7 +68,7 @@ class Staged:
 @contextmanager
 def staged(folder: Path) -> Iterator[Staged]:
     """Serve an empty box from a thread of this process."""
-    backing = Backing.in_memory(folder)
+    backing = empty_backing(folder)
     bound = bind("127.0.0.1", 0)
     app = create_app(Settings(data=folder), backing=backing)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))

@@ -1,4 +1,4 @@
-"""Every test of the service runs on Redis, on the in-memory twin, or on both."""
+"""Tests of the service run on a real Redis, which is emptied for each."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ from gradbox_service.settings import Settings
 from gradbox_service.up.embedded_redis import EmbeddedRedis
 from tests.inprocess import InProcessTransport
 from tests.service.boxes import announce
+from tests.valkey import server
 
 
 @pytest.fixture(scope="session")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
-    server = EmbeddedRedis.start(tmp_path_factory.mktemp("redis"), appendfsync="no")
-    yield server
-    server.stop()
+def redis_server() -> EmbeddedRedis:
+    return server()
 
 
 @pytest.fixture
 def connection(redis_server: EmbeddedRedis) -> Iterator[redis.Redis]:
     """An empty Redis."""
     found = connect(redis_server.url)
-    found.flushall()
+    found.flushdb()
     yield found
     found.close()
 
@@ -42,12 +41,10 @@ def redis_settings(
     return Settings(redis_url=redis_server.url, data=tmp_path / "data")
 
 
-@pytest.fixture(params=["memory", "redis"])
-def backing(request: pytest.FixtureRequest, tmp_path: Path) -> Backing:
-    """The backing of a box, on both stores of records."""
-    if request.param == "memory":
-        return Backing.in_memory(tmp_path / "data")
-    return Backing.on_redis(request.getfixturevalue("redis_settings"))
+@pytest.fixture
+def backing(redis_settings: Settings) -> Backing:
+    """The backing of a box with no record."""
+    return Backing.on_redis(redis_settings)
 
 
 @dataclass(frozen=True)
@@ -76,12 +73,12 @@ def serve(backing: Backing, settings: Settings) -> Iterator[Box]:
 
 @pytest.fixture
 def box(backing: Backing, tmp_path: Path) -> Iterator[Box]:
-    """A service on either store, with one worker announced that takes no turns."""
+    """A service with one worker announced that takes no turns."""
     yield from serve(backing, Settings(data=tmp_path / "data"))
 
 
 @pytest.fixture
-def memory_box(tmp_path: Path) -> Iterator[Box]:
-    """A service in memory, where the store makes no difference. Its limits are small."""
+def small_box(backing: Backing, tmp_path: Path) -> Iterator[Box]:
+    """A service whose limits are small."""
     settings = Settings(data=tmp_path / "data", max_blob_bytes=100_000, max_spec_bytes=50_000)
-    yield from serve(Backing.in_memory(tmp_path / "data"), settings)
+    yield from serve(backing, settings)

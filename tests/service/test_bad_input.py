@@ -10,16 +10,16 @@ import httpx
 import numpy as np
 import pytest
 
-from gradbox_service.backing import Backing
 from gradbox_service.settings import Settings
 from tests.service.boxes import SHARDS, VERSION, announce, ones, spec_for, upload
 from tests.service.conftest import Box, client_with, serve
+from tests.valkey import empty_backing
 
 
 @pytest.fixture(scope="module")
 def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
     data = tmp_path_factory.mktemp("data")
-    yield from serve(Backing.in_memory(data), Settings(data=data, max_spec_bytes=50_000))
+    yield from serve(empty_backing(data), Settings(data=data, max_spec_bytes=50_000))
 
 
 @pytest.fixture(scope="module")
@@ -340,7 +340,7 @@ def test_a_call_without_a_good_token_is_refused(
 
 
 def test_a_model_is_waited_for_while_workers_start(tmp_path: Any) -> None:
-    backing = Backing.in_memory(tmp_path)
+    backing = empty_backing(tmp_path)
     for box in serve(backing, Settings(data=tmp_path)):
         backing.fleet.retire("worker-1")
         for state in (None, "starting"):

@@ -90,8 +90,8 @@ def test_others_see_whose_job_waits_but_not_which(box: Box) -> None:
     assert job_id not in box.client_of("eve").get("/v1/box").text
 
 
-def test_nobody_sees_anything_without_a_token(memory_box: Box) -> None:
-    client = client_with(memory_box.transport, "gbx_no")
+def test_nobody_sees_anything_without_a_token(small_box: Box) -> None:
+    client = client_with(small_box.transport, "gbx_no")
     for path in ("/v1/box", "/v1/box/events", "/v1/usage"):
         assert client.get(path).status_code == 401
 
@@ -135,22 +135,22 @@ def test_a_pause_is_seen_by_all_and_told_to_those_who_look(box: Box) -> None:
     assert seen(box.client).operation == told
 
 
-def test_a_mode_that_nobody_set_is_told_whole(memory_box: Box) -> None:
-    owner_of(memory_box).put("/v1/operation", json={"mode": "paused"})
-    paused = seen(memory_box.client)
+def test_a_mode_that_nobody_set_is_told_whole(small_box: Box) -> None:
+    owner_of(small_box).put("/v1/operation", json={"mode": "paused"})
+    paused = seen(small_box.client)
     (text,) = News(paused).since(paused.model_copy(update={"operation": OperationView()}))
     assert json.loads(text)["operation"]["mode"] == "running"
 
 
-def test_what_waits_shows_when_it_begins(memory_box: Box) -> None:
-    first, second = (submit(memory_box.client, seed=seed) for seed in range(2))
+def test_what_waits_shows_when_it_begins(small_box: Box) -> None:
+    first, second = (submit(small_box.client, seed=seed) for seed in range(2))
     begins_s = time.time() + 50.0
-    memory_box.backing.records.place({first: Place(1, {}, begins_s), second: Place(2)})
-    view = seen(memory_box.client)
+    small_box.backing.records.place({first: Place(1, {}, begins_s), second: Place(2)})
+    view = seen(small_box.client)
     assert [job.begins_s for job in view.jobs] == [begins_s, None]
     news = News(view)
-    memory_box.backing.records.place({first: Place(1, {}, begins_s + 9), second: Place(2)})
-    (text,) = news.since(seen(memory_box.client))  # rows of jobs are not sent again for it
+    small_box.backing.records.place({first: Place(1, {}, begins_s + 9), second: Place(2)})
+    (text,) = news.since(seen(small_box.client))  # rows of jobs are not sent again for it
     assert BoxChange.model_validate_json(text).begins_s == [round(begins_s + 9), None]
 
 
@@ -224,15 +224,15 @@ def test_many_jobs_come_in_small_changes(box: Box) -> None:
     assert len(seen(box.client).jobs) == MAX_WAITING + 1
 
 
-def test_changes_lead_from_one_view_to_the_next(memory_box: Box) -> None:
+def test_changes_lead_from_one_view_to_the_next(small_box: Box) -> None:
     """What a listener is told, applied to what it had, is what it would be told anew."""
-    submit(memory_box.client, seed=1)
-    before = seen(memory_box.client)
+    submit(small_box.client, seed=1)
+    before = seen(small_box.client)
     news = News(before)
     assert list(news.since(before)) == []
-    job_id = submit(memory_box.client, seed=2)
-    begin(memory_box.backing.records, job_id)
-    after = seen(memory_box.client)
+    job_id = submit(small_box.client, seed=2)
+    begin(small_box.backing.records, job_id)
+    after = seen(small_box.client)
     rows = {job.key: job.model_copy(update={"position": None}) for job in before.jobs}
     for text in news.since(after):
         change = BoxChange.model_validate_json(text)
@@ -269,9 +269,9 @@ def test_use_is_told_by_name_to_the_boxs_owner_alone(box: Box) -> None:
     assert box.client.get("/v1/usage", params={"span": "year"}).status_code == 422
 
 
-def test_what_is_kept_is_told_of_those_who_used_nothing_lately_too(memory_box: Box) -> None:
-    run_job(memory_box.backing, submit(memory_box.client), data=b"12345")
-    bob, eve = memory_box.client_of("bob"), memory_box.client_of("eve")
+def test_what_is_kept_is_told_of_those_who_used_nothing_lately_too(small_box: Box) -> None:
+    run_job(small_box.backing, submit(small_box.client), data=b"12345")
+    bob, eve = small_box.client_of("bob"), small_box.client_of("eve")
     bobs, eves = (len(blob_of({"x": ones(n)})[1]) for n in (3, 4))
     upload(bob, {"x": ones(3)})
     upload(eve, {"x": ones(4)})
@@ -281,13 +281,13 @@ def test_what_is_kept_is_told_of_those_who_used_nothing_lately_too(memory_box: B
         return {line.owner: line.kept_bytes for line in view.owners}
 
     anns = 5 + len(blob_of(SHARDS)[1])
-    assert kept(owner_of(memory_box)) == {"ann": anns, "bob": bobs, "eve": eves}
+    assert kept(owner_of(small_box)) == {"ann": anns, "bob": bobs, "eve": eves}
     assert kept(bob) == {"bob": bobs, None: anns + eves}
 
 
-def test_a_receipt_is_read_out_of_its_result(memory_box: Box) -> None:
-    job_id = submit(memory_box.client)
-    assert memory_box.client.get(f"/v1/jobs/{job_id}/receipt").status_code == 409
+def test_a_receipt_is_read_out_of_its_result(small_box: Box) -> None:
+    job_id = submit(small_box.client)
+    assert small_box.client.get(f"/v1/jobs/{job_id}/receipt").status_code == 409
     receipt = {
         "protocol": 1, "job": job_id, "spec_digest": "d", "computation": "gradient",
         "model": "tiny", "model_version": "v", "seed": 0, "mode": "eval", "precision": "fp32",
@@ -295,9 +295,9 @@ def test_a_receipt_is_read_out_of_its_result(memory_box: Box) -> None:
         "peak_memory_bytes": 1, "memory_before_bytes": 1,
     }  # fmt: skip
     data = save({"a": ones(2)}, metadata={"gradbox": json.dumps(receipt)})
-    run_job(memory_box.backing, job_id, data=data)
-    found = memory_box.client.get(f"/v1/jobs/{job_id}/receipt")
+    run_job(small_box.backing, job_id, data=data)
+    found = small_box.client.get(f"/v1/jobs/{job_id}/receipt")
     assert found.json()["job"] == job_id
-    assert memory_box.client_of("bob").get(f"/v1/jobs/{job_id}/receipt").status_code == 404
-    memory_box.client.delete(f"/v1/jobs/{job_id}/result")
-    assert memory_box.client.get(f"/v1/jobs/{job_id}/receipt").status_code == 410
+    assert small_box.client_of("bob").get(f"/v1/jobs/{job_id}/receipt").status_code == 404
+    small_box.client.delete(f"/v1/jobs/{job_id}/result")
+    assert small_box.client.get(f"/v1/jobs/{job_id}/receipt").status_code == 410

@@ -96,15 +96,7 @@ def test_where_the_rest_is_not_enough_settled_files_of_whoever_takes_most_go() -
 
 
 def cleaner_of(box: Backing, data: Path, **settings: Any) -> Cleaner:
-    return Cleaner(
-        Settings(data=data, **settings),
-        records=box.records,
-        blobs=box.blobs,
-        results=box.results,
-        owners=box.owners,
-        tokens=box.tokens,
-        leadership=box.leadership,
-    )
+    return Cleaner(Settings(data=data, **settings), box)
 
 
 def put_blob(box: Backing, *, owner: str = "ann", days: float = 0.0, size: int = 3) -> str:

@@ -8,9 +8,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gradbox_service.backing import Backing
 from gradbox_service.settings import Settings
 from tests.service.conftest import Box, client_with, serve
+from tests.valkey import empty_backing
 
 ORIGIN = "https://lab.example.org"
 ALLOW = "access-control-allow-origin"
@@ -21,7 +21,7 @@ READ_BY_ALL = {"Last-Modified", "Set-Cookie"}
 @pytest.fixture
 def open_box(tmp_path: Path) -> Iterator[Box]:
     settings = Settings(data=tmp_path, cors_origin=("https://other.example.org", ORIGIN))
-    yield from serve(Backing.in_memory(tmp_path), settings)
+    yield from serve(empty_backing(tmp_path), settings)
 
 
 def asked_first(
@@ -59,7 +59,7 @@ def test_no_page_sends_what_the_dashboard_does(open_box: Box) -> None:
 @pytest.fixture
 def slow_box(tmp_path: Path) -> Iterator[Box]:
     settings = Settings(data=tmp_path, cors_origin=(ORIGIN,), requests_per_s=1)
-    yield from serve(Backing.in_memory(tmp_path), settings)
+    yield from serve(empty_backing(tmp_path), settings)
 
 
 def test_a_page_reads_refusals_too(slow_box: Box) -> None:
@@ -71,9 +71,9 @@ def test_a_page_reads_refusals_too(slow_box: Box) -> None:
     assert (refused.status_code, refused.headers[ALLOW]) == (429, ORIGIN)
 
 
-def test_other_pages_get_nothing(open_box: Box, memory_box: Box) -> None:
+def test_other_pages_get_nothing(open_box: Box, small_box: Box) -> None:
     elsewhere = "https://elsewhere.example.org"
     assert ALLOW not in asked_first(open_box, origin=elsewhere).headers
     assert ALLOW not in open_box.client.get("/v1/jobs", headers={"Origin": elsewhere}).headers
-    assert asked_first(memory_box).status_code == 405  # as without a browser
-    assert ALLOW not in memory_box.client.get("/v1/jobs", headers={"Origin": ORIGIN}).headers
+    assert asked_first(small_box).status_code == 405  # as without a browser
+    assert ALLOW not in small_box.client.get("/v1/jobs", headers={"Origin": ORIGIN}).headers

@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from gradbox_service.backing import Backing
-from gradbox_service.jobs import RedisRecords
+from gradbox_service.jobs import Records
 from gradbox_service.jobs.damaged import SET_ASIDE
 from gradbox_service.queue.dispatch import Dispatcher
 from gradbox_service.settings import Settings
@@ -35,8 +35,8 @@ def backing(redis_settings: Settings) -> Backing:
 
 
 @pytest.fixture
-def records(connection: redis.Redis) -> RedisRecords:
-    found = RedisRecords(connection)
+def records(connection: redis.Redis) -> Records:
+    found = Records(connection)
     found.create(a_record(), spec=a_spec())
     return found
 
@@ -48,7 +48,7 @@ def redis_box(backing: Backing, redis_settings: Settings) -> Iterator[Box]:
 
 @EACH
 def test_a_damaged_record_is_set_aside_and_its_job_failed(
-    records: RedisRecords,
+    records: Records,
     connection: redis.Redis,
     damaged: bytes,
     caplog: pytest.LogCaptureFixture,
@@ -75,12 +75,12 @@ def test_the_dispatcher_feeds_the_other_jobs(
     for job_id in ("bad", "good"):
         backing.records.create(a_record(job_id), spec=a_spec())
     connection.set("gradbox:job:bad", damaged)
-    Dispatcher(backing.records, backing.turns, backing.fleet, backing.leadership).tick()
+    Dispatcher(backing).tick()
     assert [turn.job_id for turn in backing.turns.waiting()] == ["good"]
 
 
 def test_a_running_attempt_learns_that_its_record_was_damaged(
-    records: RedisRecords, connection: redis.Redis
+    records: Records, connection: redis.Redis
 ) -> None:
     begin(records, "job1")
     connection.set("gradbox:job:job1", b"{")
@@ -90,14 +90,14 @@ def test_a_running_attempt_learns_that_its_record_was_damaged(
 
 
 def test_a_change_of_a_damaged_record_does_not_apply(
-    records: RedisRecords, connection: redis.Redis
+    records: Records, connection: redis.Redis
 ) -> None:
     connection.set("gradbox:job:job1", b"{")
     assert records.update("job1", lambda record: record.request_cancel(now_s=1.0)) is None
 
 
 def test_entries_of_streams_that_are_none_are_left_out(
-    records: RedisRecords, connection: redis.Redis, caplog: pytest.LogCaptureFixture
+    records: Records, connection: redis.Redis, caplog: pytest.LogCaptureFixture
 ) -> None:
     cursor, _ = records.changes(None, wait_s=0.01)
     connection.xadd("gradbox:events:job1", {"strange": "entry"})

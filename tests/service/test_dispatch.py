@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,17 +12,17 @@ import redis
 
 from gradbox.protocol import JobState
 from gradbox_service.backing import Backing
-from gradbox_service.jobs import JobRecord, MemoryTurns, Records
+from gradbox_service.database.leadership import Leadership
+from gradbox_service.jobs import JobRecord, Records
 from gradbox_service.queue import dispatch
 from gradbox_service.queue.dispatch import Dispatcher
-from gradbox_service.queue.leadership import RedisLeadership
 from gradbox_service.queue.shares import Shares
 from gradbox_service.queue.waiting import Waiting
 from tests.service.boxes import a_record, a_spec, announce, begin
 
 
 def dispatcher_of(box: Backing, *, turn_grace_s: float = 60.0) -> Dispatcher:
-    return Dispatcher(box.records, box.turns, box.fleet, box.leadership, turn_grace_s=turn_grace_s)
+    return Dispatcher(box, turn_grace_s=turn_grace_s)
 
 
 def queue(records: Records, *job_ids: str) -> None:
@@ -39,11 +40,7 @@ def positions(box: Backing) -> dict[str, int]:
 
 def take_turns(box: Backing) -> None:
     """Empty the list as workers do that die before they begin anything."""
-    if isinstance(box.turns, MemoryTurns):
-        while box.turns.take(wait_s=0.0):
-            pass
-    else:
-        box.turns._queue.empty()  # type: ignore[attr-defined]
+    box.turns.take_back()
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
@@ -196,17 +193,15 @@ def test_a_job_whose_workers_always_die_fails_after_the_last_attempt(backing: Ba
 
 def test_of_several_processes_one_feeds(backing: Backing, connection: redis.Redis) -> None:
     queue(backing.records, "a")
-    leaders = [RedisLeadership(connection) for _ in range(2)]
-    dispatchers = [
-        Dispatcher(backing.records, backing.turns, backing.fleet, leader) for leader in leaders
-    ]
+    leaders = [Leadership(connection) for _ in range(2)]
+    dispatchers = [Dispatcher(replace(backing, leadership=leader)) for leader in leaders]
     for dispatcher in dispatchers:
         dispatcher.tick()
     assert waiting(backing) == ["a"]
 
 
 def test_the_lock_passes_on_when_its_holder_is_gone(connection: redis.Redis) -> None:
-    first, second = RedisLeadership(connection), RedisLeadership(connection)
+    first, second = Leadership(connection), Leadership(connection)
     assert first.hold(ttl_s=600.0)
     assert not second.hold(ttl_s=600.0)
     assert first.hold(ttl_s=0.05)

@@ -14,7 +14,7 @@ import redis
 from gradbox.protocol import DeviceMemory, JobState, ResultView
 from gradbox_service.backing import Backing
 from gradbox_service.fleet import WorkerPresence
-from gradbox_service.jobs import JobRecord, Place, Turn, redis_changes
+from gradbox_service.jobs import JobRecord, Place, Turn, changes
 from gradbox_service.queue.choice import MAX_PASSED_BY
 from gradbox_service.queue.dispatch import Dispatcher
 from gradbox_service.queue.shares import MAX_LEAD_S, Shares
@@ -26,9 +26,7 @@ RESULT = ResultView(size_bytes=0, sha256="0" * 64)
 
 
 def dispatcher_of(box: Backing, *, clock: Callable[[], float] = time.time) -> Dispatcher:
-    return Dispatcher(
-        box.records, box.turns, box.fleet, box.leadership, usage=box.usage, clock=clock
-    )
+    return Dispatcher(box, clock=clock)
 
 
 class FakeTime:
@@ -247,14 +245,14 @@ def test_who_follows_is_told_for_whom_and_how_long(backing: Backing) -> None:
 def test_changes_that_were_trimmed_unread_are_not_missed(
     redis_settings: Settings, connection: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradbox_service.jobs.redis_records.CHANGES_READ", 10)
+    monkeypatch.setattr("gradbox_service.jobs.records.CHANGES_READ", 10)
     box = Backing.on_redis(redis_settings)
     queue(box.records, "a")
     dispatcher = dispatcher_of(box)
     dispatcher.tick()
     box.records.update("a", partial(JobRecord.request_cancel, now_s=2.0))
     queue(box.records, *(f"b{number}" for number in range(20)))
-    connection.xtrim(redis_changes.CHANGES, maxlen=12, approximate=False)
+    connection.xtrim(changes.CHANGES, maxlen=12, approximate=False)
     take_turns(box)
     dispatcher.tick()
     assert waiting(box) == ["b0"]
@@ -264,18 +262,11 @@ def test_changes_that_were_trimmed_unread_are_not_missed(
 def test_ends_among_changes_that_were_trimmed_are_noted_once(
     redis_settings: Settings, connection: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradbox_service.jobs.redis_records.CHANGES_READ", 4)
+    monkeypatch.setattr("gradbox_service.jobs.records.CHANGES_READ", 4)
     box = Backing.on_redis(redis_settings)
     queue(box.records, "a", "b")
     ended: list[str] = []
-    dispatcher = Dispatcher(
-        box.records,
-        box.turns,
-        box.fleet,
-        box.leadership,
-        clock=FakeTime(),
-        ended=lambda record: ended.append(record.id),
-    )
+    dispatcher = Dispatcher(box, clock=FakeTime(), ended=lambda record: ended.append(record.id))
     dispatcher.tick()
     end = partial(JobRecord.request_cancel, now_s=FakeTime()())
     box.records.update("a", end)  # its change is trimmed
@@ -283,7 +274,7 @@ def test_ends_among_changes_that_were_trimmed_are_noted_once(
     box.records.update("b", end)  # its change is read together with "missed"
     queue(box.records, "d")
     box.records.update("d", end)  # was never held here
-    connection.xtrim(redis_changes.CHANGES, maxlen=4, approximate=False)
+    connection.xtrim(changes.CHANGES, maxlen=4, approximate=False)
     dispatcher.tick()
     assert sorted(ended) == ["a", "b", "d"]
     box.records.update("c", end)
@@ -299,7 +290,7 @@ def test_what_no_change_told_is_found_by_comparing(
     dispatcher = dispatcher_of(box)
     dispatcher.tick()
     queue(box.records, "a")
-    connection.delete(redis_changes.CHANGES)
+    connection.delete(changes.CHANGES)
     dispatcher.tick()
     assert waiting(box) == ["a"]
 

@@ -128,7 +128,7 @@ def test_a_lost_job_is_put_back_while_others_wait(
     if fed:
         backing.turns.feed(Turn("waits", 1))
     fill(connection)
-    dispatcher = Dispatcher(backing.records, backing.turns, backing.fleet, backing.leadership)
+    dispatcher = Dispatcher(backing)
     dispatcher.start()
     try:
         give_up = time.monotonic() + 30
@@ -147,7 +147,7 @@ def test_a_job_that_waits_gets_a_turn_that_a_worker_takes(
     backing.records.follow(["waits"])
     fill(connection)
     announce(backing)
-    dispatcher = Dispatcher(backing.records, backing.turns, backing.fleet, backing.leadership)
+    dispatcher = Dispatcher(backing)
     for _ in range(2):  # places, which are not stored, keep it from nothing
         dispatcher.tick()
         assert dispatcher.leads

@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gradbox.errors import InvalidJob
-from gradbox_service.backing import Backing
 from gradbox_service.http.multipart import read_parts
 from gradbox_service.settings import Settings
 from tests.service.conftest import Box, serve
 from tests.service.test_one_trip import BOUNDARY, DATA, DIGEST, form, job_part, post
+from tests.valkey import empty_backing
 
 CONTENT_TYPE = f"multipart/form-data; boundary={BOUNDARY}"
 NAMES = st.one_of(
@@ -65,7 +65,7 @@ def test_a_form_is_read_or_refused(body: bytes, content_type: str) -> None:
 @pytest.fixture(scope="module")
 def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
     folder = tmp_path_factory.mktemp("fuzzed")
-    yield from serve(Backing.in_memory(folder / "data"), Settings(data=folder / "data"))
+    yield from serve(empty_backing(folder / "data"), Settings(data=folder / "data"))
 
 
 @given(body=bodies())

@@ -16,15 +16,15 @@ FOR_OWNERS = {"/metrics"}
 CHANGING = {"content-length", "date", "x-request-id"}  # with the time that a box has run
 
 
-def test_head_is_get_without_its_body(memory_box: Box) -> None:
-    job_id = submit(memory_box.client)
-    run_job(memory_box.backing, job_id, data=b"result")
-    paths = memory_box.client.get("/openapi.json").json()["paths"]
+def test_head_is_get_without_its_body(small_box: Box) -> None:
+    job_id = submit(small_box.client)
+    run_job(small_box.backing, job_id, data=b"result")
+    paths = small_box.client.get("/openapi.json").json()["paths"]
     readable = {path for path, methods in paths.items() if "get" in methods}
     assert readable >= STREAMS | FOR_OWNERS
     for path in [*(readable - STREAMS), "/openapi.json", "/", "/nowhere"]:
         url = path.format(job_id=job_id, name="tiny")
-        got, head = (memory_box.client.request(method, url) for method in ("GET", "HEAD"))
+        got, head = (small_box.client.request(method, url) for method in ("GET", "HEAD"))
         assert head.status_code == got.status_code, path
         assert head.content == b"", path
         assert "content-length" in head.headers, path
@@ -35,8 +35,8 @@ def _lasting(headers: httpx.Headers) -> dict[str, str]:
     return {name: value for name, value in headers.items() if name not in CHANGING}
 
 
-def test_a_stream_of_events_has_no_head(memory_box: Box) -> None:
-    answer = memory_box.client.head("/v1/box/events")
+def test_a_stream_of_events_has_no_head(small_box: Box) -> None:
+    answer = small_box.client.head("/v1/box/events")
     assert (answer.status_code, answer.headers["allow"]) == (405, "GET")
 
 
@@ -61,6 +61,6 @@ def test_a_connection_goes_on_after_head(redis_settings: Settings) -> None:
         ("/", "GET, HEAD"),
     ],
 )
-def test_a_refused_method_hears_which_there_are(memory_box: Box, path: str, allowed: str) -> None:
-    answer = memory_box.client.request("PATCH", path)
+def test_a_refused_method_hears_which_there_are(small_box: Box, path: str, allowed: str) -> None:
+    answer = small_box.client.request("PATCH", path)
     assert (answer.status_code, answer.headers["allow"]) == (405, allowed)

@@ -18,11 +18,12 @@ from gradbox_service.settings import Settings
 from tests.inprocess import InProcessTransport
 from tests.service.boxes import SHARDS, announce, begin, run_job, spec_for, submit, upload
 from tests.service.conftest import Box, client_with, serve
+from tests.valkey import empty_backing
 
 
 def test_the_default_of_timeout_s_is_cut_to_the_limit_of_the_box(tmp_path: Path) -> None:
     settings = Settings(data=tmp_path / "data", max_timeout_s=100.0)
-    for box in serve(Backing.in_memory(tmp_path / "data"), settings):
+    for box in serve(empty_backing(tmp_path / "data"), settings):
         record = box.backing.records.get(submit(box.client))
         assert record is not None
         assert record.timeout_s == 100.0
@@ -82,33 +83,33 @@ def test_the_same_key_and_another_body_are_a_conflict(box: Box) -> None:
 
 
 @pytest.mark.parametrize("key", ["", "k" * 201])
-def test_a_key_that_is_none_is_refused(memory_box: Box, key: str) -> None:
-    spec = spec_for(upload(memory_box.client, SHARDS))
-    answer = memory_box.client.post("/v1/jobs", json=spec, headers={"Idempotency-Key": key})
+def test_a_key_that_is_none_is_refused(small_box: Box, key: str) -> None:
+    spec = spec_for(upload(small_box.client, SHARDS))
+    answer = small_box.client.post("/v1/jobs", json=spec, headers={"Idempotency-Key": key})
     assert answer.status_code == 422
     assert answer.json()["type"].endswith("invalid-request")
     assert "idempotency-key" in answer.json()["detail"]
 
 
 @pytest.mark.parametrize("size_bytes", [100, 200_000])
-def test_nobody_posts_without_a_token(memory_box: Box, size_bytes: int) -> None:
+def test_nobody_posts_without_a_token(small_box: Box, size_bytes: int) -> None:
     headers = {"Authorization": "Bearer nobody"}
-    answer = memory_box.client.post("/v1/jobs", content=b" " * size_bytes, headers=headers)
+    answer = small_box.client.post("/v1/jobs", content=b" " * size_bytes, headers=headers)
     assert answer.status_code == 401
 
 
-def test_a_repeated_post_is_answered_though_the_model_has_gone(memory_box: Box) -> None:
-    spec = spec_for(upload(memory_box.client, SHARDS))
+def test_a_repeated_post_is_answered_though_the_model_has_gone(small_box: Box) -> None:
+    spec = spec_for(upload(small_box.client, SHARDS))
     headers = {"Idempotency-Key": "once"}
-    first = memory_box.client.post("/v1/jobs", json=spec, headers=headers)
-    memory_box.backing.fleet.retire("worker-1")
-    second = memory_box.client.post("/v1/jobs", json=spec, headers=headers)
+    first = small_box.client.post("/v1/jobs", json=spec, headers=headers)
+    small_box.backing.fleet.retire("worker-1")
+    second = small_box.client.post("/v1/jobs", json=spec, headers=headers)
     assert second.json()["id"] == first.json()["id"]
-    assert memory_box.client.post("/v1/jobs", json=spec).status_code == 503
+    assert small_box.client.post("/v1/jobs", json=spec).status_code == 503
 
 
-def test_without_a_key_every_post_is_a_job(memory_box: Box) -> None:
-    assert submit(memory_box.client) != submit(memory_box.client)
+def test_without_a_key_every_post_is_a_job(small_box: Box) -> None:
+    assert submit(small_box.client) != submit(small_box.client)
 
 
 def test_jobs_are_listed_newest_first(box: Box) -> None:

@@ -9,8 +9,8 @@ import redis
 
 from gradbox.protocol import JobState
 from gradbox_service.backing import Backing
-from gradbox_service.jobs import JobRecord, Mark, Records, RedisRecords
-from gradbox_service.jobs.redis_lists import PAGE
+from gradbox_service.jobs import JobRecord, Mark, Records
+from gradbox_service.jobs.records import PAGE
 from tests.service.boxes import a_record, a_spec, begin
 
 
@@ -32,7 +32,7 @@ def test_owned_jobs_come_newest_first_and_by_state(records: Records) -> None:
 def test_an_owners_jobs_are_counted_and_come_oldest_first(
     records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradbox_service.jobs.redis_lists.PAGE", 2)
+    monkeypatch.setattr("gradbox_service.jobs.records.PAGE", 2)
     for number in (2, 0, 1):
         records.create(a_record(f"job{number}", created_s=float(number)), spec=a_spec())
     records.create(a_record("other", owner="bob"), spec=a_spec())
@@ -60,13 +60,13 @@ def test_jobs_come_in_pages_whatever_goes_meanwhile(records: Records) -> None:
 def test_a_list_has_each_job_once_whatever_happens_between_its_pages(
     connection: redis.Redis, meanwhile: str
 ) -> None:
-    records = RedisRecords(connection)
+    records = Records(connection)
     ids = [f"job{number}" for number in range(PAGE + 20)]
     for number, job_id in enumerate(ids):
         records.create(a_record(job_id, created_s=float(number)), spec=a_spec())
     changed = ["new1", "new2"] if meanwhile == "some come" else ids[-2:]
 
-    class Interrupted(RedisRecords):
+    class Interrupted(Records):
         def _many(self, ids: list[bytes]) -> list[JobRecord]:
             found = super()._many(ids)
             while changed:

@@ -82,10 +82,10 @@ def test_a_digest_of_ones_own_that_lies_is_refused_as_well(box: Box) -> None:
     assert answer.json()["type"].endswith("blob-rejected")
 
 
-def test_a_blob_that_comes_with_a_job_is_no_larger_than_another_may_be(memory_box: Box) -> None:
+def test_a_blob_that_comes_with_a_job_is_no_larger_than_another_may_be(small_box: Box) -> None:
     digest, data = blob_of({"x": ones(25_000)})
     answer = post(
-        memory_box.client, form([("job", json.dumps(spec_for(digest)).encode()), (digest, data)])
+        small_box.client, form([("job", json.dumps(spec_for(digest)).encode()), (digest, data)])
     )
     assert (answer.status_code, answer.json()["type"]) == (
         413,
@@ -107,20 +107,20 @@ def test_a_blob_that_comes_with_a_job_is_no_larger_than_another_may_be(memory_bo
     ],
     ids=["empty", "no part", "no job", "two jobs", "a name", "cut", "boundary", "many parts"],
 )
-def test_a_form_that_is_none_is_refused(memory_box: Box, body: bytes) -> None:
-    answer = post(memory_box.client, body)
+def test_a_form_that_is_none_is_refused(small_box: Box, body: bytes) -> None:
+    answer = post(small_box.client, body)
     assert answer.status_code == 422, answer.text
     assert answer.json()["type"].endswith("invalid-job")
 
 
-def test_a_form_without_a_boundary_is_refused(memory_box: Box) -> None:
+def test_a_form_without_a_boundary_is_refused(small_box: Box) -> None:
     headers = {"Content-Type": "multipart/form-data"}
-    answer = memory_box.client.post("/v1/jobs", content=form([job_part()]), headers=headers)
+    answer = small_box.client.post("/v1/jobs", content=form([job_part()]), headers=headers)
     assert answer.json()["type"].endswith("invalid-job")
 
 
-def test_a_form_holds_at_most_a_mebibyte(memory_box: Box) -> None:
-    answer = post(memory_box.client, form([job_part(), (DIGEST, bytes(2**20))]))
+def test_a_form_holds_at_most_a_mebibyte(small_box: Box) -> None:
+    answer = post(small_box.client, form([job_part(), (DIGEST, bytes(2**20))]))
     assert answer.status_code == 413
 
 
@@ -169,14 +169,14 @@ def test_a_wait_that_is_over_gives_the_job_as_it_is(box: Box) -> None:
     assert time.monotonic() - began >= 1.0
 
 
-def test_the_job_in_a_form_has_the_limit_of_one_alone(memory_box: Box) -> None:
+def test_the_job_in_a_form_has_the_limit_of_one_alone(small_box: Box) -> None:
     name, job = job_part()
-    answer = post(memory_box.client, form([(name, job + b" " * 50_000), (DIGEST, DATA)]))
+    answer = post(small_box.client, form([(name, job + b" " * 50_000), (DIGEST, DATA)]))
     assert (answer.status_code, answer.json()["type"]) == (
         413,
         "urn:gradbox:problem:blob-too-large",
     )
-    assert post(memory_box.client, form([(name, job), (DIGEST, DATA)])).status_code == 202
+    assert post(small_box.client, form([(name, job), (DIGEST, DATA)])).status_code == 202
 
 
 def test_a_wait_tells_nothing_once_its_token_is_revoked(box: Box) -> None:

@@ -36,13 +36,7 @@ def test_a_paused_box_hands_out_nothing_until_it_is_resumed(backing: Backing) ->
     announce(backing, name="idle-1")
     announce(backing, name="idle-2")
     queue(backing.records, "a", "b")
-    dispatcher = Dispatcher(
-        backing.records,
-        backing.turns,
-        backing.fleet,
-        backing.leadership,
-        operation=backing.operation,
-    )
+    dispatcher = Dispatcher(backing)
     dispatcher.tick()
     assert waiting(backing) == ["a", "b"]
     for mode in (OperationMode.PAUSED, OperationMode.DRAINING):
@@ -63,13 +57,7 @@ def test_who_follows_a_job_is_told_of_a_pause_and_of_its_end(
     announce(backing)
     queue(backing.records, "a", "b")
     backing.records.follow(["b"])
-    dispatcher = Dispatcher(
-        backing.records,
-        backing.turns,
-        backing.fleet,
-        backing.leadership,
-        operation=backing.operation,
-    )
+    dispatcher = Dispatcher(backing)
     told = []
     for operation in (OperationView(), PAUSED, PAUSED, OperationView()):
         backing.operation.set(operation)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import time
 
+from gradbox_service.backing import Backing
 from gradbox_service.jobs import Change, JobRecord
-from gradbox_service.jobs.memory_records import MemoryRecords
-from gradbox_service.jobs.redis_changes import MAX_CHANGES
+from gradbox_service.jobs.changes import MAX_CHANGES
 from gradbox_service.queue.active_jobs import ActiveJobs
 from gradbox_service.queue.passed_changes import PassedChanges
 from tests.service.boxes import a_record
@@ -51,41 +51,45 @@ def test_a_posted_job_is_told_before_its_change_is_read() -> None:
     assert passed.changes("0-0", wait_s=0.0) == ("0-0", [Change("job1", "state", record=record)])
 
 
-def reading(*told: JobRecord) -> ActiveJobs:
+def reading(box: Backing, *told: JobRecord) -> ActiveJobs:
     """Return the active jobs of a stream that tells these records, one at a read."""
     left = [Change(record.id, "state", record.state.final, record) for record in told]
 
     def changes(after: str | None, *, wait_s: float) -> tuple[str, list[Change]]:
         return "0-0", [] if after is None else [left.pop(0)]
 
-    jobs = ActiveJobs(MemoryRecords(), None, half_life_s=60.0, clock=time.time, changes=changes)
+    jobs = ActiveJobs(box.records, box.usage, half_life_s=60.0, clock=time.time, changes=changes)
     jobs.begin()
     return jobs
 
 
-def test_what_is_known_already_is_nothing_new() -> None:
-    jobs = reading(a_record(), a_record())
+def test_what_is_known_already_is_nothing_new(backing: Backing) -> None:
+    jobs = reading(backing, a_record(), a_record())
     assert jobs.sync().jobs
     assert not jobs.sync().jobs
 
 
-def test_an_older_record_does_not_take_the_place_of_a_newer() -> None:
+def test_an_older_record_does_not_take_the_place_of_a_newer(backing: Backing) -> None:
     queued = a_record()
     running = queued.begin(worker="w", now_s=2.0)
     assert running is not None
     again = running.requeue(attempt=1, reason="lost", now_s=3.0)
     assert again is not None
-    jobs = reading(again, running, queued)
+    jobs = reading(backing, again, running, queued)
     for _ in range(3):
         jobs.sync()
     assert jobs.queued("job1") == again
     assert not jobs.running
 
 
-def test_a_job_told_late_by_who_took_it_does_not_hide_that_it_runs() -> None:
+def test_a_job_told_late_by_who_took_it_does_not_hide_that_it_runs(backing: Backing) -> None:
     passed = PassedChanges()
     jobs = ActiveJobs(
-        MemoryRecords(), None, half_life_s=60.0, clock=time.time, changes=passed.changes
+        backing.records,
+        backing.usage,
+        half_life_s=60.0,
+        clock=time.time,
+        changes=passed.changes,
     )
     jobs.begin()
     queued = a_record()
@@ -96,11 +100,11 @@ def test_a_job_told_late_by_who_took_it_does_not_hide_that_it_runs() -> None:
     assert list(jobs.running) == [running]
 
 
-def test_the_end_of_a_job_is_not_undone_by_what_came_before() -> None:
+def test_the_end_of_a_job_is_not_undone_by_what_came_before(backing: Backing) -> None:
     queued = a_record(created_s=time.time())
     over = queued.request_cancel(now_s=time.time() + 1.0)
     assert over is not None
-    jobs = reading(queued, over, queued)
+    jobs = reading(backing, queued, over, queued)
     for _ in range(3):
         jobs.sync()
     assert jobs.snapshot() == ([], [])

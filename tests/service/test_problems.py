@@ -23,6 +23,7 @@ from tests.disks import small_disk
 from tests.inprocess import InProcessTransport
 from tests.service.boxes import SHARDS, announce, spec_for, upload
 from tests.service.conftest import Box, client_with
+from tests.valkey import empty_backing
 
 
 @pytest.mark.parametrize(
@@ -36,9 +37,9 @@ from tests.service.conftest import Box, client_with
     ],
 )
 def test_every_refusal_is_a_problem(
-    memory_box: Box, method: str, path: str, status: int, code: str
+    small_box: Box, method: str, path: str, status: int, code: str
 ) -> None:
-    answer = memory_box.client.request(method, path)
+    answer = small_box.client.request(method, path)
     assert answer.status_code == status
     assert answer.headers["content-type"] == "application/problem+json"
     problem = Problem.model_validate(answer.json())
@@ -46,16 +47,16 @@ def test_every_refusal_is_a_problem(
     assert problem.request_id == answer.headers["x-request-id"]
 
 
-def test_the_callers_request_id_is_kept_if_it_is_tidy(memory_box: Box) -> None:
+def test_the_callers_request_id_is_kept_if_it_is_tidy(small_box: Box) -> None:
     for given, kept in (("abc-1.2", True), ("x" * 65, False), ("a b", False)):
-        answer = memory_box.client.get("/livez", headers={"X-Request-ID": given})
+        answer = small_box.client.get("/livez", headers={"X-Request-ID": given})
         assert (answer.headers["x-request-id"] == given) is kept
 
 
 def test_a_failure_of_ours_tells_an_id_and_no_traceback(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    app = create_app(Settings(data=tmp_path), backing=Backing.in_memory(tmp_path))
+    app = create_app(Settings(data=tmp_path), backing=empty_backing(tmp_path))
 
     @app.get("/broken")
     def broken() -> None:
@@ -72,8 +73,8 @@ def test_a_failure_of_ours_tells_an_id_and_no_traceback(
     assert answer.json()["request_id"] in caplog.text
 
 
-def test_a_thread_that_ended_is_said(memory_box: Box, tmp_path: Path) -> None:
-    app = create_app(Settings(data=tmp_path), backing=memory_box.backing)
+def test_a_thread_that_ended_is_said(small_box: Box, tmp_path: Path) -> None:
+    app = create_app(Settings(data=tmp_path), backing=small_box.backing)
     with InProcessTransport(app) as transport:
         client = client_with(transport, "")
         assert client.get("/livez").status_code == 200
@@ -131,12 +132,12 @@ def test_an_unusable_redis_is_named_at_once(url: str | None, tmp_path: Path) -> 
 
 
 def test_the_schema_is_made_once(tmp_path: Path) -> None:
-    app = create_app(Settings(data=tmp_path), backing=Backing.in_memory(tmp_path))
+    app = create_app(Settings(data=tmp_path), backing=empty_backing(tmp_path))
     assert app.openapi() is app.openapi()
 
 
-def test_the_schema_states_what_a_job_may_say(memory_box: Box) -> None:
-    schemas = memory_box.client.get("/openapi.json").json()["components"]["schemas"]
+def test_the_schema_states_what_a_job_may_say(small_box: Box) -> None:
+    schemas = small_box.client.get("/openapi.json").json()["components"]["schemas"]
     seed = schemas["GradientSpec"]["properties"]["seed"]
     assert (seed["minimum"], seed["exclusiveMaximum"]) == (0, 2**63)
     priority = schemas["GradientSpec"]["properties"]["priority"]
@@ -162,7 +163,7 @@ def _keys(value: Any) -> Iterator[str]:
 )
 @pytest.mark.parametrize("chunked", [True, False])
 def test_a_large_body_is_refused_where_none_is_read(
-    memory_box: Box, method: str, path: str, *, chunked: bool
+    small_box: Box, method: str, path: str, *, chunked: bool
 ) -> None:
     sent = 0
 
@@ -172,7 +173,7 @@ def test_a_large_body_is_refused_where_none_is_read(
             sent += 1024
             yield b" " * 1024
 
-    with httpx.Client(transport=memory_box.transport, base_url="http://box") as stranger:
+    with httpx.Client(transport=small_box.transport, base_url="http://box") as stranger:
         body = chunks() if chunked else b" " * 10**6
         answer = stranger.request(method, path, content=body)
     assert (answer.status_code, answer.json()["type"]) == (
@@ -183,18 +184,18 @@ def test_a_large_body_is_refused_where_none_is_read(
     assert sent <= 8 * 1024
 
 
-def test_a_small_body_comes_whole(memory_box: Box) -> None:
+def test_a_small_body_comes_whole(small_box: Box) -> None:
     token = {"token": "x" * 199}
     headers = {"X-Gradbox-Dashboard": "1"}
     for body in (json.dumps(token).encode(), iter([b'{"token": "', b"x" * 199, b'"}'])):
-        answer = memory_box.client.post(
+        answer = small_box.client.post(
             "/v1/session", content=body, headers=headers | {"Content-Type": "application/json"}
         )
         assert answer.status_code == 401, answer.text
 
 
-def test_the_schema_names_what_is_posted(memory_box: Box) -> None:
-    document = httpx.Client(transport=memory_box.transport, base_url="http://box").get(
+def test_the_schema_names_what_is_posted(small_box: Box) -> None:
+    document = httpx.Client(transport=small_box.transport, base_url="http://box").get(
         "/openapi.json"
     )
     schemas = document.json()["components"]["schemas"]

@@ -15,8 +15,8 @@ import redis
 from gradbox.errors import IdempotencyConflict, JobFailed
 from gradbox.protocol import JobState, JobView, Problem, ProgressView, ResultView
 from gradbox_service.backing import Backing
-from gradbox_service.jobs import JobRecord, Place, Records, RedisRecords
-from gradbox_service.jobs.redis_changes import MAX_TOLD_BYTES
+from gradbox_service.jobs import JobRecord, Place, Records
+from gradbox_service.jobs.changes import MAX_TOLD_BYTES
 from tests.service.boxes import a_record, a_spec, advance, begin
 
 
@@ -91,7 +91,7 @@ def test_a_spec_goes_with_the_end_of_a_job_that_nobody_goes_on_from(records: Rec
 def test_redis_holds_nothing_of_a_forgotten_job_but_its_owner_and_use(
     connection: redis.Redis,
 ) -> None:
-    records = RedisRecords(connection)
+    records = Records(connection)
     records.create(a_record("one"), spec=a_spec(), idempotency_key="k")
     records.update("one", partial(JobRecord.request_cancel, now_s=9.0))
     records.forget("one")
@@ -119,7 +119,7 @@ def test_twenty_creations_at_once_under_one_key_make_one_job(records: Records) -
 def test_a_creation_whose_answer_is_lost_does_not_undo_what_a_worker_began(
     key: str | None, connection: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    records = RedisRecords(connection)
+    records = Records(connection)
     parse = redis.Redis.parse_response
     lost: list[str] = []
 
@@ -281,7 +281,7 @@ def test_a_change_of_state_tells_the_record_that_it_left(records: Records) -> No
 
 
 def test_a_large_record_is_not_told_with_its_change(connection: redis.Redis) -> None:
-    records = RedisRecords(connection)
+    records = Records(connection)
     cursor, _ = records.changes(None, wait_s=0.0)
     records.create(a_record(name="x" * MAX_TOLD_BYTES), spec=a_spec())
     _, (change,) = records.changes(cursor, wait_s=0.0)

@@ -24,15 +24,15 @@ ETAG = f'"{hashlib.sha256(DATA).hexdigest()}"'
 
 
 @pytest.fixture
-def url(memory_box: Box) -> str:
+def url(small_box: Box) -> str:
     """The URL of a result."""
-    job_id = submit(memory_box.client)
-    run_job(memory_box.backing, job_id, data=DATA)
+    job_id = submit(small_box.client)
+    run_job(small_box.backing, job_id, data=DATA)
     return f"/v1/jobs/{job_id}/result"
 
 
-def test_a_result_comes_whole_with_its_digest(memory_box: Box, url: str) -> None:
-    answer = memory_box.client.get(url)
+def test_a_result_comes_whole_with_its_digest(small_box: Box, url: str) -> None:
+    answer = small_box.client.get(url)
     assert answer.content == DATA
     assert answer.headers["etag"] == ETAG
     assert answer.headers["content-length"] == str(len(DATA))
@@ -40,17 +40,17 @@ def test_a_result_comes_whole_with_its_digest(memory_box: Box, url: str) -> None
     assert "no-transform" in answer.headers["cache-control"]
 
 
-def test_a_result_is_fetched_once_its_owner_was_sent_all_of_it(memory_box: Box, url: str) -> None:
-    results = memory_box.backing.results
+def test_a_result_is_fetched_once_its_owner_was_sent_all_of_it(small_box: Box, url: str) -> None:
+    results = small_box.backing.results
     (path,) = results.room.folder.glob("*.safetensors")
-    admin = client_with(memory_box.transport, memory_box.backing.tokens.create("root", admin=True))
-    memory_box.client.head(url)
-    memory_box.client.get(url, headers={"Range": "bytes=0-"})
+    admin = client_with(small_box.transport, small_box.backing.tokens.create("root", admin=True))
+    small_box.client.head(url)
+    small_box.client.get(url, headers={"Range": "bytes=0-"})
     assert admin.get(url).content == DATA
     found = use_of(path)
     assert found is not None
     assert not found.read_only
-    assert memory_box.client.get(url).content == DATA
+    assert small_box.client.get(url).content == DATA
     assert eventually(lambda: bool((use := use_of(path)) and use.read_only))
 
 
@@ -62,17 +62,17 @@ def eventually(holds: Callable[[], bool]) -> bool:
 
 
 def test_a_result_is_read_from_the_disk_where_it_is_not_in_memory(
-    memory_box: Box, url: str, monkeypatch: pytest.MonkeyPatch
+    small_box: Box, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with memory_box.backing.results.path(url.split("/")[3], attempt=1).open("rb") as file:
+    with small_box.backing.results.path(url.split("/")[3], attempt=1).open("rb") as file:
         in_memory = route._cached(file, 5, 100)
     assert in_memory in (DATA[5:105], None)  # None where the file system cannot tell
     monkeypatch.setattr(route, "_cached", lambda *_: None)
-    assert memory_box.client.get(url).content == DATA
+    assert small_box.client.get(url).content == DATA
 
 
-def test_head_tells_the_size(memory_box: Box, url: str) -> None:
-    answer = memory_box.client.head(url)
+def test_head_tells_the_size(small_box: Box, url: str) -> None:
+    answer = small_box.client.head(url)
     assert (answer.headers["content-length"], answer.headers["etag"]) == (str(len(DATA)), ETAG)
     assert answer.content == b""
 
@@ -89,8 +89,8 @@ def test_head_tells_the_size(memory_box: Box, url: str) -> None:
         ("bytes=-" + "9" * 40, 0, len(DATA)),
     ],
 )
-def test_a_range_comes_alone(memory_box: Box, url: str, wanted: str, begin: int, end: int) -> None:
-    answer = memory_box.client.get(url, headers={"Range": wanted})
+def test_a_range_comes_alone(small_box: Box, url: str, wanted: str, begin: int, end: int) -> None:
+    answer = small_box.client.get(url, headers={"Range": wanted})
     assert answer.status_code == 206
     assert answer.content == DATA[begin:end]
     assert answer.headers["content-range"] == f"bytes {begin}-{end - 1}/{len(DATA)}"
@@ -112,9 +112,9 @@ def test_a_range_comes_alone(memory_box: Box, url: str, wanted: str, begin: int,
 )
 @pytest.mark.parametrize("condition", [{}, {"If-Range": ETAG}], ids=["always", "of this file"])
 def test_a_range_that_cannot_be_served_is_a_problem(
-    memory_box: Box, url: str, condition: dict[str, str], wanted: str, status: int
+    small_box: Box, url: str, condition: dict[str, str], wanted: str, status: int
 ) -> None:
-    answer = memory_box.client.get(url, headers={"Range": wanted, **condition})
+    answer = small_box.client.get(url, headers={"Range": wanted, **condition})
     assert answer.status_code == status
     assert answer.headers["content-type"] == "application/problem+json"
     if status == 416:
@@ -123,15 +123,15 @@ def test_a_range_that_cannot_be_served_is_a_problem(
 
 @pytest.mark.parametrize("wanted", ["lines=1-2", "lines", "", "bytes=0-9,20-29"])
 def test_a_range_in_another_unit_and_several_are_ignored(
-    memory_box: Box, url: str, wanted: str
+    small_box: Box, url: str, wanted: str
 ) -> None:
-    answer = memory_box.client.get(url, headers={"Range": wanted})
+    answer = small_box.client.get(url, headers={"Range": wanted})
     assert (answer.status_code, answer.content) == (200, DATA)
 
 
 @pytest.mark.parametrize("wanted", ["bytes=0-9", "bytes=99999999-", "bytes=a-b"])
-def test_head_knows_no_ranges(memory_box: Box, url: str, wanted: str) -> None:
-    answer = memory_box.client.head(url, headers={"Range": wanted})
+def test_head_knows_no_ranges(small_box: Box, url: str, wanted: str) -> None:
+    answer = small_box.client.head(url, headers={"Range": wanted})
     assert (answer.status_code, answer.headers["content-length"]) == (200, str(len(DATA)))
 
 
@@ -139,16 +139,16 @@ def test_head_knows_no_ranges(memory_box: Box, url: str, wanted: str) -> None:
     ("etag", "status"), [(ETAG, 206), ('"other"', 200)], ids=["this file", "another"]
 )
 def test_a_range_of_another_file_is_not_mixed_in(
-    memory_box: Box, url: str, etag: str, status: int
+    small_box: Box, url: str, etag: str, status: int
 ) -> None:
     headers = {"Range": "bytes=0-9", "If-Range": etag}
-    assert memory_box.client.get(url, headers=headers).status_code == status
+    assert small_box.client.get(url, headers=headers).status_code == status
 
 
-def test_reading_a_result_leaves_its_date(memory_box: Box, url: str) -> None:
-    memory_box.backing.records.update(url.split("/")[3], lambda job: replace(job, finished_s=0.0))
+def test_reading_a_result_leaves_its_date(small_box: Box, url: str) -> None:
+    small_box.backing.records.update(url.split("/")[3], lambda job: replace(job, finished_s=0.0))
     finished = "Thu, 01 Jan 1970 00:00:00 GMT"
-    resumed = memory_box.client.get(url, headers={"Range": "bytes=9-", "If-Range": finished})
+    resumed = small_box.client.get(url, headers={"Range": "bytes=9-", "If-Range": finished})
     assert (resumed.status_code, resumed.headers["last-modified"]) == (206, finished)
 
 
@@ -157,11 +157,11 @@ def test_reading_a_result_leaves_its_date(memory_box: Box, url: str) -> None:
     [({}, 200), ({"Range": "bytes=0-9"}, 206), ({"If-None-Match": ETAG}, 304)],
 )
 def test_the_schema_says_what_an_answer_has(
-    memory_box: Box, url: str, given: dict[str, str], status: int
+    small_box: Box, url: str, given: dict[str, str], status: int
 ) -> None:
-    paths = memory_box.client.get("/openapi.json").json()["paths"]
+    paths = small_box.client.get("/openapi.json").json()["paths"]
     call = paths["/v1/jobs/{job_id}/result"]["get"]
-    answer = memory_box.client.get(url, headers=given)
+    answer = small_box.client.get(url, headers=given)
     described = call["responses"][str(status)]
     assert answer.status_code == status
     assert "ETag" in described["headers"]
@@ -171,83 +171,83 @@ def test_the_schema_says_what_an_answer_has(
 
 
 @pytest.mark.parametrize("known", [ETAG, f'"a", W/{ETAG}', "*"], ids=["it", "among others", "any"])
-def test_a_known_result_is_not_sent_again(memory_box: Box, url: str, known: str) -> None:
-    answer = memory_box.client.get(url, headers={"If-None-Match": known})
+def test_a_known_result_is_not_sent_again(small_box: Box, url: str, known: str) -> None:
+    answer = small_box.client.get(url, headers={"If-None-Match": known})
     assert (answer.status_code, answer.content) == (304, b"")
     assert answer.headers["etag"] == ETAG
 
 
-def test_a_job_that_is_not_done_has_no_result(memory_box: Box) -> None:
-    job_id = submit(memory_box.client)
-    answer = memory_box.client.get(f"/v1/jobs/{job_id}/result")
+def test_a_job_that_is_not_done_has_no_result(small_box: Box) -> None:
+    job_id = submit(small_box.client)
+    answer = small_box.client.get(f"/v1/jobs/{job_id}/result")
     assert answer.status_code == 409
     assert "is queued" in answer.json()["detail"]
-    memory_box.client.delete(f"/v1/jobs/{job_id}")
-    answer = memory_box.client.get(f"/v1/jobs/{job_id}/result")
+    small_box.client.delete(f"/v1/jobs/{job_id}")
+    answer = small_box.client.get(f"/v1/jobs/{job_id}/result")
     assert "was cancelled" in answer.json()["detail"]
 
 
-def test_a_result_that_was_removed_is_said(memory_box: Box, url: str) -> None:
+def test_a_result_that_was_removed_is_said(small_box: Box, url: str) -> None:
     job_id = url.split("/")[3]
-    memory_box.backing.results.discard(job_id, attempt=1)
-    answer = memory_box.client.get(url)
+    small_box.backing.results.discard(job_id, attempt=1)
+    answer = small_box.client.get(url)
     assert answer.status_code == 410
     assert answer.json()["type"].endswith(":result-gone")
     assert "submit the job again" in answer.json()["detail"]
 
 
 def test_a_result_removed_between_head_and_body_is_sent_whole(
-    memory_box: Box, url: str, monkeypatch: pytest.MonkeyPatch
+    small_box: Box, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     send = ResultResponse.__call__
 
     async def removed_first(self: ResultResponse, *given: Any) -> None:
-        memory_box.backing.results.discard(url.split("/")[3], attempt=1)
+        small_box.backing.results.discard(url.split("/")[3], attempt=1)
         await send(self, *given)
 
     monkeypatch.setattr(ResultResponse, "__call__", removed_first)
-    assert memory_box.client.get(url).content == DATA
-    assert memory_box.client.get(url).status_code == 410
+    assert small_box.client.get(url).content == DATA
+    assert small_box.client.get(url).status_code == 410
 
 
-def test_a_result_can_be_deleted_by_its_owner(memory_box: Box, url: str) -> None:
+def test_a_result_can_be_deleted_by_its_owner(small_box: Box, url: str) -> None:
     job_id = url.split("/")[3]
-    assert memory_box.client_of("eve").delete(url).status_code == 404
-    assert memory_box.client.get(url).status_code == 200
+    assert small_box.client_of("eve").delete(url).status_code == 404
+    assert small_box.client.get(url).status_code == 200
     for _ in range(2):
-        assert memory_box.client.delete(url).status_code == 204
-    answer = memory_box.client.get(url)
+        assert small_box.client.delete(url).status_code == 204
+    answer = small_box.client.get(url)
     assert (answer.status_code, answer.json()["type"]) == (410, "urn:gradbox:problem:result-gone")
-    assert memory_box.client.get(url, headers={"If-None-Match": ETAG}).status_code == 410
-    assert not memory_box.backing.results.path(job_id, attempt=1).exists()
-    assert memory_box.client.get(f"/v1/jobs/{job_id}").json()["state"] == "done"
-    assert dict(memory_box.backing.records.result_bytes()) == {}
+    assert small_box.client.get(url, headers={"If-None-Match": ETAG}).status_code == 410
+    assert not small_box.backing.results.path(job_id, attempt=1).exists()
+    assert small_box.client.get(f"/v1/jobs/{job_id}").json()["state"] == "done"
+    assert dict(small_box.backing.records.result_bytes()) == {}
 
 
-def test_the_result_of_a_job_that_has_not_ended_cannot_be_deleted(memory_box: Box) -> None:
-    job_id = submit(memory_box.client)
-    answer = memory_box.client.delete(f"/v1/jobs/{job_id}/result")
+def test_the_result_of_a_job_that_has_not_ended_cannot_be_deleted(small_box: Box) -> None:
+    job_id = submit(small_box.client)
+    answer = small_box.client.delete(f"/v1/jobs/{job_id}/result")
     assert (answer.status_code, answer.json()["type"]) == (
         409,
         "urn:gradbox:problem:result-not-ready",
     )
-    memory_box.client.delete(f"/v1/jobs/{job_id}")
-    assert memory_box.client.delete(f"/v1/jobs/{job_id}/result").status_code == 204
+    small_box.client.delete(f"/v1/jobs/{job_id}")
+    assert small_box.client.delete(f"/v1/jobs/{job_id}/result").status_code == 204
 
 
-def test_a_result_that_is_read_is_used(memory_box: Box, url: str) -> None:
-    path = memory_box.backing.results.path(url.split("/")[3], attempt=1)
+def test_a_result_that_is_read_is_used(small_box: Box, url: str) -> None:
+    path = small_box.backing.results.path(url.split("/")[3], attempt=1)
     os.utime(path, (0, 0))
-    memory_box.client.get(url, headers={"Range": "bytes=0-0"})
+    small_box.client.get(url, headers={"Range": "bytes=0-0"})
     assert path.stat().st_atime > 0
 
 
-def test_a_late_attempt_does_not_change_the_result(memory_box: Box) -> None:
-    job_id = submit(memory_box.client)
-    records = memory_box.backing.records
+def test_a_late_attempt_does_not_change_the_result(small_box: Box) -> None:
+    job_id = submit(small_box.client)
+    records = small_box.backing.records
     begin(records, job_id)
     records.update(job_id, partial(JobRecord.requeue, attempt=1, reason="x", now_s=1.0))
     begin(records, job_id)
-    finish(memory_box.backing, job_id, attempt=2, data=b"second")
-    memory_box.backing.results.path(job_id, attempt=1).write_bytes(b"late")
-    assert memory_box.client.get(f"/v1/jobs/{job_id}/result").content == b"second"
+    finish(small_box.backing, job_id, attempt=2, data=b"second")
+    small_box.backing.results.path(job_id, attempt=1).write_bytes(b"late")
+    assert small_box.client.get(f"/v1/jobs/{job_id}/result").content == b"second"

@@ -8,8 +8,8 @@ import redis
 
 from gradbox_service.backing import Backing
 from gradbox_service.identity import sessions
-from gradbox_service.identity.sessions import RedisSessions
-from gradbox_service.identity.tokens import RedisTokens
+from gradbox_service.identity.sessions import Sessions
+from gradbox_service.identity.tokens import Tokens
 from tests.service.boxes import submit
 from tests.service.conftest import Box
 
@@ -65,9 +65,9 @@ def test_no_session_begins_with_an_unknown_token(backing: Backing) -> None:
 
 
 def test_redis_holds_no_secret_and_forgets_sessions(connection: redis.Redis) -> None:
-    tokens = RedisTokens(connection)
+    tokens = Tokens(connection)
     token = tokens.create("ann")
-    secret = RedisSessions(connection, tokens=tokens).begin(token)
+    secret = Sessions(connection, tokens=tokens).begin(token)
     assert secret is not None
     keys = [key.decode() for key in connection.keys("*")]  # type: ignore[union-attr]
     stored = repr([(key, connection.dump(key)) for key in keys])
@@ -89,10 +89,10 @@ def test_a_cookie_opens_what_its_token_opens(box: Box) -> None:
 
 @pytest.mark.parametrize(("scheme", "secure"), [("http", False), ("https", True)])
 def test_no_script_and_no_other_site_gets_the_cookie(
-    memory_box: Box, scheme: str, secure: bool
+    small_box: Box, scheme: str, secure: bool
 ) -> None:
-    client = browser(memory_box, base_url=f"{scheme}://box:8642")
-    token = memory_box.backing.tokens.create("ann")
+    client = browser(small_box, base_url=f"{scheme}://box:8642")
+    token = small_box.backing.tokens.create("ann")
     sent = client.post("/v1/session", json={"token": token}).headers["set-cookie"].lower()
     assert sent.startswith("gradbox-8642=")
     assert "httponly" in sent
@@ -101,8 +101,8 @@ def test_no_script_and_no_other_site_gets_the_cookie(
     assert token.lower() not in sent
 
 
-def test_a_request_by_cookie_that_another_site_made_is_refused(memory_box: Box) -> None:
-    client = log_in(memory_box)
+def test_a_request_by_cookie_that_another_site_made_is_refused(small_box: Box) -> None:
+    client = log_in(small_box)
     job_id = submit(client)
     url = f"/v1/jobs/{job_id}"
     del client.headers["X-Gradbox-Dashboard"]
@@ -117,15 +117,15 @@ def test_a_request_by_cookie_that_another_site_made_is_refused(memory_box: Box) 
     assert client.delete(url, headers=OURS).status_code == 202
 
 
-def test_a_wrong_token_is_refused_with_what_to_do(memory_box: Box) -> None:
-    answer = browser(memory_box).post("/v1/session", json={"token": "gbx_no"})
+def test_a_wrong_token_is_refused_with_what_to_do(small_box: Box) -> None:
+    answer = browser(small_box).post("/v1/session", json={"token": "gbx_no"})
     assert answer.status_code == 401
     assert "gradbox tokens create" in answer.json()["detail"]
 
 
-def test_a_session_is_over_with_its_token_over_http(memory_box: Box) -> None:
-    client = log_in(memory_box, "bob")
-    memory_box.backing.tokens.revoke("bob")
+def test_a_session_is_over_with_its_token_over_http(small_box: Box) -> None:
+    client = log_in(small_box, "bob")
+    small_box.backing.tokens.revoke("bob")
     answer = client.get("/v1/jobs")
     assert answer.status_code == 401
     assert "log in again" in answer.json()["detail"]

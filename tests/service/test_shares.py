@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from gradbox import Retry
 from gradbox.http.connection import Connection
 from gradbox.settings import ClientSettings
 from gradbox_service.backing import Backing
-from gradbox_service.jobs import MemoryRecords
+from gradbox_service.jobs import Records
 from gradbox_service.jobs.records import Memory
 from gradbox_service.settings import Settings
 from tests.service.boxes import SHARDS, blob_of, ones, run_job, spec_for, submit, upload
@@ -136,15 +135,12 @@ def test_the_client_waits_for_room_as_it_is_told(quota_box: Box) -> None:
     ending.join()
 
 
-class FullMemory(MemoryRecords):
-    def memory(self) -> Memory:
-        return Memory(used_bytes=900, bound_bytes=1000)
-
-
-def test_new_jobs_and_blobs_are_refused_before_the_memory_is_full(tmp_path: Path) -> None:
+def test_new_jobs_and_blobs_are_refused_before_the_memory_is_full(
+    backing: Backing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = Settings(data=tmp_path)
-    records, backing = FullMemory(), Backing.in_memory(tmp_path)
-    backing = replace(backing, records=records)
+    full = Memory(used_bytes=900, bound_bytes=1000)
+    monkeypatch.setattr(Records, "memory", lambda _: full)
     for box in serve(backing, settings):
         digest, data = blob_of(SHARDS)
         for answer in (

@@ -14,7 +14,7 @@ from gradbox.cli.exits import run_alone
 from gradbox_service.backing import Backing
 from gradbox_service.commands.tokens import register
 from gradbox_service.identity.revocations import NUM_LINES, NotRevoked, Revocations
-from gradbox_service.identity.tokens import TOKENS, BadTokenName, RedisTokens, Tokens
+from gradbox_service.identity.tokens import TOKENS, BadTokenName, Tokens
 from gradbox_service.up.embedded_redis import EmbeddedRedis
 from tests.chaos.disk import filled
 from tests.disks import small_disk
@@ -64,7 +64,7 @@ def test_an_unreadable_name_is_refused(backing: Backing, name: str) -> None:
 
 
 def test_redis_never_holds_a_token(connection: redis.Redis) -> None:
-    token = RedisTokens(connection).create("ann")
+    token = Tokens(connection).create("ann")
     stored = repr([connection.dump(key) for key in connection.keys("*")])
     assert stored != "[]"
     assert token not in stored
@@ -93,8 +93,8 @@ def refuse(connection: redis.Redis) -> None:
 def test_a_token_is_revoked_while_redis_refuses_changes(
     refusing: redis.Redis, tmp_path: Path
 ) -> None:
-    owners_side = RedisTokens(refusing, revocations=Revocations(tmp_path))
-    service_side = RedisTokens(refusing, revocations=Revocations(tmp_path))
+    owners_side = Tokens(refusing, revocations=Revocations(tmp_path))
+    service_side = Tokens(refusing, revocations=Revocations(tmp_path))
     Revocations(tmp_path).prepare()
     eve, ann = owners_side.create("eve"), owners_side.create("ann")
     assert service_side.find(eve) is not None
@@ -103,11 +103,11 @@ def test_a_token_is_revoked_while_redis_refuses_changes(
     assert service_side.find(eve) is None
     assert owner_of(service_side, ann) == "ann"
     assert [info.name for info in owners_side.list()] == ["ann"]
-    assert RedisTokens(refusing).find(eve) is not None  # so far by the note alone
+    assert Tokens(refusing).find(eve) is not None  # so far by the note alone
 
     refusing.replicaof("NO", "ONE")
     service_side.reconcile()
-    assert RedisTokens(refusing).find(eve) is None
+    assert Tokens(refusing).find(eve) is None
     assert Revocations(tmp_path).digests() == frozenset()
     assert owner_of(service_side, ann) == "ann"
 
@@ -144,12 +144,12 @@ def test_without_the_boxs_folder_the_command_says_that_the_token_is_valid(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    token = RedisTokens(refusing).create("eve")
+    token = Tokens(refusing).create("eve")
     refuse(refusing)
     monkeypatch.setenv("GRADBOX_DATA", str(tmp_path / "elsewhere"))
     assert run("revoke", "eve", "--redis-url", redis_server.url) == 3
     assert "with --data and the box's data folder" in capsys.readouterr().err
-    assert RedisTokens(refusing).find(token) is not None
+    assert Tokens(refusing).find(token) is not None
 
 
 def run(*arguments: str) -> int:
@@ -162,13 +162,13 @@ def test_the_command_creates_lists_and_revokes(
     where = ("--redis-url", redis_server.url, "--json")
     assert run("create", "ann", *where) == 0
     token = json.loads(capsys.readouterr().out)["token"]
-    assert owner_of(RedisTokens(connection), token) == "ann"
+    assert owner_of(Tokens(connection), token) == "ann"
     assert run("list", *where) == 0
     (info,) = json.loads(capsys.readouterr().out)
     assert info["name"] == "ann"
     assert token not in str(info)
     assert run("revoke", info["id"], *where) == 0
-    assert RedisTokens(connection).find(token) is None
+    assert Tokens(connection).find(token) is None
     assert run("revoke", info["id"], *where) == 2
 
 
@@ -207,7 +207,7 @@ def test_the_command_makes_admin_tokens(
 ) -> None:
     where = ("--redis-url", redis_server.url)
     assert run("create", "root", "--admin", "--json", *where) == 0
-    found = RedisTokens(connection).find(json.loads(capsys.readouterr().out)["token"])
+    found = Tokens(connection).find(json.loads(capsys.readouterr().out)["token"])
     assert found is not None
     assert found.admin
     assert run("list", *where) == 0
@@ -219,7 +219,7 @@ def test_the_command_prints_the_token_alone(
 ) -> None:
     assert run("create", "ann", "--redis-url", redis_server.url) == 0
     token = capsys.readouterr().out.strip()
-    assert owner_of(RedisTokens(connection), token) == "ann"
+    assert owner_of(Tokens(connection), token) == "ann"
 
 
 def test_the_command_finds_the_redis_of_a_data_folder(

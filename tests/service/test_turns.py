@@ -6,7 +6,7 @@ import redis
 import rq
 
 from gradbox_service.backing import Backing
-from gradbox_service.jobs import QUEUE, SERIALIZER, TASK, RqTurns, Turn
+from gradbox_service.jobs import QUEUE, SERIALIZER, TASK, Turn, Turns
 from gradbox_service.jobs.turns import turn_of
 from gradbox_worker.turns.rq_bookkeeping import QueueOfTurns
 
@@ -19,7 +19,7 @@ def test_turns_are_waiting_in_the_order_they_were_fed(backing: Backing) -> None:
 
 
 def test_rq_is_given_an_id_and_nothing_else(connection: redis.Redis) -> None:
-    RqTurns(connection).feed(Turn("some-job", 1))
+    Turns(connection).feed(Turn("some-job", 1))
     (rq_id,) = rq.Queue(QUEUE, connection=connection).get_job_ids()
     assert turn_of(rq_id) == Turn("some-job", 1)
     assert not connection.keys("rq:job:*")
@@ -30,7 +30,7 @@ def test_a_worker_takes_a_turn_by_its_id_and_leaves_out_what_is_none(
 ) -> None:
     queue = QueueOfTurns(QUEUE, connection=connection, serializer=SERIALIZER)
     queue.enqueue("os.getcwd", job_id="a858fd85-cbc8-49d9-8123-5d2f0c9be711")
-    RqTurns(connection).feed(Turn("some-job", 1))
+    Turns(connection).feed(Turn("some-job", 1))
     taken = QueueOfTurns.dequeue_any([queue], None, connection)
     assert taken is not None
     job, _ = taken

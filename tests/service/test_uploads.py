@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradbox_service.backing import Backing
 from gradbox_service.settings import MIB, Settings
 from tests.disks import small_disk
 from tests.service.boxes import SHARDS, blob_of, ones, run_job, spec_for, submit, upload
 from tests.service.conftest import Box, serve
+from tests.valkey import empty_backing
 
 
 def in_pieces(data: bytes, size: int = 1000) -> Iterator[bytes]:
@@ -26,9 +26,9 @@ def in_pieces(data: bytes, size: int = 1000) -> Iterator[bytes]:
         yield data[begin : begin + size]
 
 
-def test_a_blob_is_there_once_it_is_stored(memory_box: Box) -> None:
+def test_a_blob_is_there_once_it_is_stored(small_box: Box) -> None:
     digest, data = blob_of({"x": ones(100)})
-    client = memory_box.client
+    client = small_box.client
     assert client.head(f"/v1/blobs/{digest}").status_code == 404
     stored = client.put(f"/v1/blobs/{digest}", content=data)
     assert (stored.status_code, stored.json()) == (
@@ -39,58 +39,58 @@ def test_a_blob_is_there_once_it_is_stored(memory_box: Box) -> None:
     assert client.put(f"/v1/blobs/{digest}", content=data).status_code == 200
 
 
-def test_the_length_need_not_be_announced(memory_box: Box) -> None:
+def test_the_length_need_not_be_announced(small_box: Box) -> None:
     digest, data = blob_of({"x": ones(5000)})
-    answer = memory_box.client.put(f"/v1/blobs/{digest}", content=in_pieces(data))
+    answer = small_box.client.put(f"/v1/blobs/{digest}", content=in_pieces(data))
     assert answer.status_code == 201
-    assert memory_box.backing.blobs.path(digest).read_bytes() == data
+    assert small_box.backing.blobs.path(digest).read_bytes() == data
 
 
-def test_bytes_of_another_digest_are_refused(memory_box: Box) -> None:
+def test_bytes_of_another_digest_are_refused(small_box: Box) -> None:
     digest, data = blob_of({"x": ones(100)})
-    answer = memory_box.client.put(f"/v1/blobs/{digest}", content=data[:-1] + b"\7")
+    answer = small_box.client.put(f"/v1/blobs/{digest}", content=data[:-1] + b"\7")
     assert answer.status_code == 422
     assert answer.json()["type"].endswith("blob-rejected")
     assert digest in answer.json()["detail"]
-    assert memory_box.client.head(f"/v1/blobs/{digest}").status_code == 404
+    assert small_box.client.head(f"/v1/blobs/{digest}").status_code == 404
 
 
 @pytest.mark.parametrize("cut", [0, 7, 20, -1])
-def test_a_truncated_safetensors_file_is_refused(memory_box: Box, cut: int) -> None:
+def test_a_truncated_safetensors_file_is_refused(small_box: Box, cut: int) -> None:
     data = blob_of({"x": ones(100)})[1][:cut]
     digest = hashlib.sha256(data).hexdigest()
-    answer = memory_box.client.put(f"/v1/blobs/{digest}", content=data)
+    answer = small_box.client.put(f"/v1/blobs/{digest}", content=data)
     assert answer.status_code == 422
     assert answer.json()["type"].endswith("blob-rejected")
     assert "not a valid safetensors file" in answer.json()["detail"]
 
 
 @pytest.mark.parametrize("announced", [True, False])
-def test_a_blob_over_the_limit_is_refused(memory_box: Box, announced: bool) -> None:
+def test_a_blob_over_the_limit_is_refused(small_box: Box, announced: bool) -> None:
     digest, data = blob_of({"x": ones(50_000)})
     content: Any = data if announced else in_pieces(data)
-    answer = memory_box.client.put(f"/v1/blobs/{digest}", content=content)
+    answer = small_box.client.put(f"/v1/blobs/{digest}", content=content)
     assert answer.status_code == 413
     assert answer.json()["type"].endswith("blob-too-large")
     assert "100000" in answer.json()["detail"]
 
 
 @pytest.mark.parametrize("digest", ["zz", "A" * 64, "0" * 63, "..%2f..%2fetc"])
-def test_only_a_digest_names_a_blob(memory_box: Box, digest: str) -> None:
-    answer = memory_box.client.put(f"/v1/blobs/{digest}", content=b"x")
+def test_only_a_digest_names_a_blob(small_box: Box, digest: str) -> None:
+    answer = small_box.client.put(f"/v1/blobs/{digest}", content=b"x")
     assert answer.status_code in (404, 422)
     assert answer.headers["content-type"] == "application/problem+json"
 
 
-def test_the_same_blob_from_many_at_once(memory_box: Box) -> None:
+def test_the_same_blob_from_many_at_once(small_box: Box) -> None:
     digest, data = blob_of({"x": np.arange(10_000, dtype=np.float32)})
 
     def put(_: int) -> int:
-        return memory_box.client.put(f"/v1/blobs/{digest}", content=in_pieces(data)).status_code
+        return small_box.client.put(f"/v1/blobs/{digest}", content=in_pieces(data)).status_code
 
     with ThreadPoolExecutor(8) as pool:
         assert set(pool.map(put, range(8))) <= {200, 201}
-    assert memory_box.backing.blobs.path(digest).read_bytes() == data
+    assert small_box.backing.blobs.path(digest).read_bytes() == data
 
 
 def test_an_owner_lists_their_blobs_in_pages(box: Box) -> None:
@@ -140,7 +140,7 @@ def test_a_blob_that_a_job_needs_cannot_be_deleted(box: Box) -> None:
 def test_a_disk_that_takes_no_file_is_named_and_refuses_new_jobs(tmp_path: Path, kind: str) -> None:
     with small_disk(tmp_path / "disk", size_bytes=8 * MIB, num_inodes=100) as disk:
         settings = Settings(data=disk, disk_reserve_bytes=MIB)
-        backing = Backing.in_memory(disk, settings=settings)
+        backing = empty_backing(disk, settings)
         for box in serve(backing, settings):
             job_id = submit(box.client)
             run_job(backing, job_id, data=b"result")
@@ -185,7 +185,7 @@ def refusing(disk: Path, kind: str) -> Iterator[None]:
 def test_a_disk_that_fills_up_is_said_and_left_as_it_was(tmp_path: Path, announced: bool) -> None:
     with small_disk(tmp_path / "disk", size_bytes=8 * MIB) as disk:
         settings = Settings(data=disk, disk_reserve_bytes=2 * MIB)
-        backing = Backing.in_memory(disk, settings=settings)
+        backing = empty_backing(disk, settings)
         digest, data = blob_of({"x": ones(7 * MIB // 4)})
         for box in serve(backing, settings):
             content: Any = data if announced else in_pieces(data)
@@ -198,7 +198,7 @@ def test_a_disk_that_fills_up_is_said_and_left_as_it_was(tmp_path: Path, announc
 
 def test_more_bytes_than_the_disk_has_are_refused_before_they_come(tmp_path: Path) -> None:
     digest, _ = blob_of({"x": ones(100)})
-    for box in serve(Backing.in_memory(tmp_path), Settings(data=tmp_path, max_blob_bytes=2**62)):
+    for box in serve(empty_backing(tmp_path), Settings(data=tmp_path, max_blob_bytes=2**62)):
         answer = box.client.put(
             f"/v1/blobs/{digest}", content=b"", headers={"Content-Length": str(2**61)}
         )

@@ -12,7 +12,7 @@ from threading import Thread
 import pytest
 import redis
 
-from gradbox_service.fleet import RedisFleet, WorkerPresence
+from gradbox_service.fleet import Fleet, WorkerPresence
 from gradbox_service.up import watchdog as module
 from gradbox_service.up.embedded_redis import EmbeddedRedis
 from gradbox_service.up.watchdog import REDIS, SERVICE, Watchdog
@@ -68,7 +68,7 @@ def eventually(holds: Callable[[], bool]) -> bool:
 
 def announce(connection: redis.Redis, *, ttl_s: float) -> None:
     presence = WorkerPresence(name="w", device="cpu", state="busy")
-    RedisFleet(connection).announce(presence, ttl_s=ttl_s)
+    Fleet(connection).announce(presence, ttl_s=ttl_s)
 
 
 def test_parts_that_answer_do_not_hang(watchdog: Watchdog, connection: redis.Redis) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from gradbox_service.backing import Backing
 from gradbox_worker.device import DeviceProcess, DeviceSettings
 from gradbox_worker.work import StopOrder, Work
+from tests.valkey import empty_backing
 from tests.worker.box import Box, shards_of
 
 
@@ -20,7 +20,7 @@ class Watching:
 
 def box_in(folder: Path) -> Box:
     """Return what such a device reads: a models file, blobs, a folder for results."""
-    return Box(folder, Backing.in_memory(folder))
+    return Box(folder, empty_backing(folder))
 
 
 def device_of(box: Box, *, model_memory_bytes: int | None = None) -> DeviceProcess:

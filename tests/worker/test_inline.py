@@ -1,4 +1,4 @@
-"""The in-process twin runs the same turns, without Redis and without a second process."""
+"""The in-process twin runs the same turns, without a second process."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ import torch
 
 from gradbox.errors import LossNotFinite
 from gradbox.protocol import BuiltinLoss, JobState, ProgressView, TensorRef, spec_digest
-from gradbox_service.backing import Backing
-from gradbox_service.jobs import MemoryTurns
 from gradbox_worker.turns.inline import InlineWorker
 from tests import case_models
+from tests.valkey import empty_backing
 from tests.worker.box import Box, dispatching, register_misbehaving, running, shards_of, traced
 
 
 def worker_of(box: Box, *, models_file: Path | None = None, name: str = "inline") -> InlineWorker:
-    assert isinstance(box.backing.turns, MemoryTurns)
     return InlineWorker(
         models_file or box.models_file,
         records=box.backing.records,
@@ -33,7 +31,7 @@ def worker_of(box: Box, *, models_file: Path | None = None, name: str = "inline"
 @pytest.fixture(scope="module")
 def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
     folder = tmp_path_factory.mktemp("inline")
-    box = Box(folder, Backing.in_memory(folder))
+    box = Box(folder, empty_backing(folder))
     register_misbehaving(box)
     with dispatching(box.backing), worker_of(box):
         yield box
@@ -148,7 +146,7 @@ def test_buffers_come_back_when_asked_for(box: Box) -> None:
 
 
 def test_workers_with_different_models_each_run_their_own_jobs(tmp_path: Path) -> None:
-    box = Box(tmp_path, Backing.in_memory(tmp_path))
+    box = Box(tmp_path, empty_backing(tmp_path))
     register_misbehaving(box)
     other = tmp_path / "other.toml"
     other.write_text(box.models_file.read_text().replace("models.m", "models.other"))
@@ -162,7 +160,7 @@ def test_workers_with_different_models_each_run_their_own_jobs(tmp_path: Path) -
 
 
 def test_jobs_of_workers_beside_each_other_draw_their_own_random_numbers(tmp_path: Path) -> None:
-    box = Box(tmp_path, Backing.in_memory(tmp_path))
+    box = Box(tmp_path, empty_backing(tmp_path))
     entry = f'builder = "python"\nsource = "{case_models.__file__}:inplace_mlp"\n'
     box.models_file.write_text(f"[models.m]\n{entry}")
     other = tmp_path / "other.toml"

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from gradbox.protocol import CotangentsLoss, ForwardSpec, GradientSpec, JobSpec, TensorRef
-from gradbox_service.backing import Backing
 from gradbox_worker.computations.execution import Execution, StopNow
 from gradbox_worker.computations.kept_graphs import IDLE_S, KeptGraphs
 from gradbox_worker.device.main import Inbox
@@ -23,6 +22,7 @@ from gradbox_worker.models.registry import Registry
 from gradbox_worker.turns.inline import InlineDevice
 from gradbox_worker.work import Finished, Stopped, Work
 from tests.boxes import tensors_in
+from tests.valkey import empty_backing
 from tests.worker import zoo
 from tests.worker.box import Box, receipt_at, register_misbehaving, shards_of
 
@@ -46,7 +46,7 @@ class Device:
     """Runs jobs as the device process does, and looks at what it keeps meanwhile."""
 
     def __init__(self, folder: Path) -> None:
-        self.box = Box(folder, Backing.in_memory(folder))
+        self.box = Box(folder, empty_backing(folder))
         register_misbehaving(self.box)
         with self.box.models_file.open("a") as file:
             file.write(f'[models.other]\nbuilder = "python"\nsource = "{zoo.__file__}:affine"\n')

@@ -22,13 +22,14 @@ from gradbox.protocol import (
 )
 from gradbox_service.backing import Backing
 from gradbox_service.fleet import WorkerPresence
-from gradbox_service.jobs import JobRecord, MemoryRecords, Transition
+from gradbox_service.jobs import JobRecord, Records, Transition
 from gradbox_service.settings import Settings
 from gradbox_worker.errors import DeviceNotStarted
 from gradbox_worker.turns import supervision as supervision_module
 from gradbox_worker.turns.supervision import Patience
 from gradbox_worker.turns.turn import TurnRunner
 from gradbox_worker.work import Died, Failed, Finished, Outcome, Stopped, Supervision, Work
+from tests.valkey import empty_backing
 from tests.worker.box import Box, shards_of
 
 QUICK = Patience(beat_s=0.0, progress_s=0.0, cancel_grace_s=7.0, timeout_grace_s=3.0)
@@ -49,15 +50,15 @@ class ScriptedDevice:
         return self._script(work, supervision)
 
 
-class LosesAnswers(MemoryRecords):
+class LosesAnswers(Records):
     """The first change to a state is made, and its answer lost.
 
-    redis-py sends the script again, and `RedisRecords` finds that the transition applies no more;
+    redis-py sends the script again, and `Records` finds that the transition applies no more;
     if it cannot connect again, it raises.
     """
 
-    def __init__(self, state: JobState, error: Exception | None) -> None:
-        super().__init__()
+    def __init__(self, box: Backing, state: JobState, error: Exception | None) -> None:
+        super().__init__(box.records._redis)
         self.lost = False
         self._state = state
         self._error = error
@@ -74,7 +75,7 @@ class LosesAnswers(MemoryRecords):
 
 @pytest.fixture
 def box(tmp_path: Path) -> Box:
-    return Box(tmp_path, Backing.in_memory(tmp_path))
+    return Box(tmp_path, empty_backing(tmp_path))
 
 
 def runner(
@@ -116,8 +117,9 @@ def test_a_finished_job_is_done_and_keeps_its_result(box: Box) -> None:
 def test_no_attempt_is_lost_with_the_answer_to_its_begin_or_its_end(
     error: Exception | None, state: JobState, tmp_path: Path
 ) -> None:
-    records = LosesAnswers(state, error)
-    box = Box(tmp_path, dataclasses.replace(Backing.in_memory(tmp_path), records=records))
+    backing = empty_backing(tmp_path)
+    records = LosesAnswers(backing, state, error)
+    box = Box(tmp_path, dataclasses.replace(backing, records=records))
     job = box.submit(box.spec(shards_of(1)))
     assert runner(box, writes_result).run(job) == "done"
     assert records.lost
@@ -135,7 +137,7 @@ def test_the_device_is_told_the_version_that_the_job_was_accepted_for(box: Box) 
 
 def test_the_device_is_told_how_long_the_job_waited_and_what_stays_free(tmp_path: Path) -> None:
     settings = Settings(data=tmp_path, disk_reserve_bytes=12_345)
-    box = Box(tmp_path, Backing.in_memory(tmp_path, settings=settings))
+    box = Box(tmp_path, empty_backing(tmp_path, settings))
     job = box.submit(box.spec(shards_of(1)))
     turn = runner(box, writes_result)
     turn.run(job)
@@ -147,11 +149,11 @@ def test_the_device_is_told_how_long_the_job_waited_and_what_stays_free(tmp_path
     assert work.disk_reserve_bytes == 12_345
 
 
-class Refuses(MemoryRecords):
+class Refuses(Records):
     """The first end of a job is refused."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, box: Backing) -> None:
+        super().__init__(box.records._redis)
         self.refused = False
 
     def update(self, job_id: str, transition: Transition, **given: Any) -> JobRecord | None:
@@ -166,7 +168,8 @@ class Refuses(MemoryRecords):
 def test_an_end_that_redis_refuses_is_noted_later_unless_the_worker_leaves(
     leaving: bool, tmp_path: Path
 ) -> None:
-    box = Box(tmp_path, dataclasses.replace(Backing.in_memory(tmp_path), records=Refuses()))
+    backing = empty_backing(tmp_path)
+    box = Box(tmp_path, dataclasses.replace(backing, records=Refuses(backing)))
     job = box.submit(box.spec(shards_of(1)))
     turn = runner(box, writes_result, leaving=leaving)
     if leaving:

@@ -216,9 +216,9 @@ def _address(settings: Settings) -> str:
 
 def _check(name: str, *, redis_url: str) -> int:
     from gradbox_service.database.connection import connect
-    from gradbox_service.fleet import RedisFleet
+    from gradbox_service.fleet import Fleet
 
-    fleet = RedisFleet(connect(redis_url))
+    fleet = Fleet(connect(redis_url))
     found = next((worker for worker in fleet.workers() if worker.name == name), None)
     print(f"{name}: {'not alive' if found is None else found.state}")
     return 0 if found is not None and found.models else 1

@@ -11,10 +11,8 @@ counts against the owner who sent it first.
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Protocol, cast
+from typing import cast
 
 import redis
 
@@ -61,54 +59,11 @@ return 1
 ASKED_AT_ONCE = 1000
 
 
-class BlobOwners(Protocol):
-    """Who has sent the bytes of which blob. Safe to call from several processes at once."""
+class BlobOwners:
+    """Who has sent the bytes of which blob: one hash a blob, and one of sums.
 
-    def claim(self, owner: str, digest: str, size_bytes: int) -> None:
-        """Note that `owner` has sent all bytes of a blob that is in its place; may be repeated."""
-
-    def claim_all(self, owner: str, sizes_bytes: Mapping[str, int]) -> None:
-        """Note the same of several blobs, by their digests."""
-
-    def owns(self, owner: str, digest: str) -> bool:
-        """Tell whether `owner` has sent the blob's bytes."""
-
-    def owned_among(self, owner: str, digests: Collection[str]) -> frozenset[str]:
-        """Return those of `digests` whose bytes `owner` has sent."""
-
-    def owners_of(self, digest: str) -> Sequence[str]:
-        """Return the blob's owners, the one it counts against first; empty for an unknown blob."""
-
-    def firsts(self, digests: Sequence[str]) -> Mapping[str, str]:
-        """Return the owners that blobs count against; without those of unknown blobs."""
-
-    def bytes_of(self, owner: str) -> int:
-        """Return the bytes of the blobs that `owner` sent before anybody else did."""
-
-    def totals(self) -> Mapping[str, int]:
-        """Return `bytes_of` for every owner who has any."""
-
-    def known(self) -> Iterator[str]:
-        """Give the digest of every blob that belongs to somebody."""
-
-    def blobs_of(self, owner: str) -> Collection[str]:
-        """Return the digests of all blobs that belong to `owner`."""
-
-    def release(self, owner: str, digest: str) -> bool:
-        """Note that the blob is no longer `owner`'s; tell whether it belongs to nobody now.
-
-        It then counts against another owner, if there is one. Call it before the file is removed. A
-        claim in between is of bytes that are written anew.
-        """
-
-    def forget(self, digest: str) -> None:
-        """Note that the blob is no longer stored: release it of all its owners."""
-        for owner in self.owners_of(digest):
-            self.release(owner, digest)
-
-
-class RedisBlobOwners(BlobOwners):
-    """Implements `BlobOwners`, with one hash a blob and one of sums."""
+    Safe to call from several processes at once.
+    """
 
     def __init__(self, connection: redis.Redis) -> None:
         self._redis = connection
@@ -116,17 +71,21 @@ class RedisBlobOwners(BlobOwners):
         self._release = connection.register_script(RELEASE)
 
     def claim(self, owner: str, digest: str, size_bytes: int) -> None:
+        """Note that `owner` has sent all bytes of a blob that is in its place; may be repeated."""
         self.claim_all(owner, {digest: size_bytes})
 
     def claim_all(self, owner: str, sizes_bytes: Mapping[str, int]) -> None:
+        """Note the same of several blobs, by their digests."""
         keys = [BYTES, _list_key(owner), *map(_key, sizes_bytes)]
         sizes = [part for item in sizes_bytes.items() for part in item]
         self._claim(keys=keys, args=[owner, _field(owner), *sizes])
 
     def owns(self, owner: str, digest: str) -> bool:
+        """Tell whether `owner` has sent the blob's bytes."""
         return bool(self._redis.hexists(_key(digest), _field(owner)))
 
     def owned_among(self, owner: str, digests: Collection[str]) -> frozenset[str]:
+        """Return those of `digests` whose bytes `owner` has sent."""
         asked, found = list(digests), list[str]()
         for start in range(0, len(asked), ASKED_AT_ONCE):
             some = asked[start : start + ASKED_AT_ONCE]
@@ -137,12 +96,14 @@ class RedisBlobOwners(BlobOwners):
         return frozenset(found)
 
     def owners_of(self, digest: str) -> Sequence[str]:
+        """Return the blob's owners, the one it counts against first; empty for an unknown blob."""
         fields = cast("dict[bytes, bytes]", self._redis.hgetall(_key(digest)))
         names = [name[len(OWNER) :].decode() for name in fields if name.startswith(OWNER)]
         first = fields.get(FIRST, b"").decode()
         return sorted(names, key=lambda name: (name != first, name))
 
     def firsts(self, digests: Sequence[str]) -> Mapping[str, str]:
+        """Return the owners that blobs count against; without those of unknown blobs."""
         with self._redis.pipeline(transaction=False) as pipe:
             for digest in digests:
                 pipe.hget(_key(digest), FIRST.decode())
@@ -150,84 +111,37 @@ class RedisBlobOwners(BlobOwners):
             return {digest: first.decode() for digest, first in found if first is not None}
 
     def bytes_of(self, owner: str) -> int:
+        """Return the bytes of the blobs that `owner` sent before anybody else did."""
         return int(cast("bytes | None", self._redis.hget(BYTES, owner)) or 0)
 
     def totals(self) -> Mapping[str, int]:
+        """Return `bytes_of` for every owner who has any."""
         found = cast("dict[bytes, bytes]", self._redis.hgetall(BYTES))
         return {owner.decode(): int(size) for owner, size in found.items() if int(size)}
 
     def known(self) -> Iterator[str]:
+        """Give the digest of every blob that belongs to somebody."""
         for key in self._redis.scan_iter(match=_key("*"), count=ASKED_AT_ONCE):
             yield cast(bytes, key).decode().removeprefix(_key(""))
 
     def blobs_of(self, owner: str) -> Collection[str]:
+        """Return the digests of all blobs that belong to `owner`."""
         found = cast("set[bytes]", self._redis.smembers(_list_key(owner)))
         return {digest.decode() for digest in found}
 
     def release(self, owner: str, digest: str) -> bool:
+        """Note that the blob is no longer `owner`'s; tell whether it belongs to nobody now.
+
+        It then counts against another owner, if there is one. Call it before the file is removed. A
+        claim in between is of bytes that are written anew.
+        """
         keys = [BYTES, _list_key(owner), _key(digest)]
         return bool(self._release(keys=keys, args=[owner, _field(owner), digest]))
 
-
-class MemoryBlobOwners(BlobOwners):
-    """The in-memory twin of `RedisBlobOwners`."""
-
-    def __init__(self) -> None:
-        self._blobs: dict[str, tuple[int, list[str]]] = {}
-        self._lock = threading.Lock()
-
-    def claim(self, owner: str, digest: str, size_bytes: int) -> None:
-        with self._lock:
-            _, owners = self._blobs.setdefault(digest, (size_bytes, []))
-            if owner not in owners:
-                owners.append(owner)
-
-    def claim_all(self, owner: str, sizes_bytes: Mapping[str, int]) -> None:
-        for digest, size_bytes in sizes_bytes.items():
-            self.claim(owner, digest, size_bytes)
-
-    def owns(self, owner: str, digest: str) -> bool:
-        return owner in self.owners_of(digest)
-
-    def owned_among(self, owner: str, digests: Collection[str]) -> frozenset[str]:
-        return frozenset(digest for digest in digests if self.owns(owner, digest))
-
-    def owners_of(self, digest: str) -> Sequence[str]:
-        with self._lock:
-            owners = self._blobs.get(digest, (0, []))[1]
-            return [*owners[:1], *sorted(owners[1:])]
-
-    def firsts(self, digests: Sequence[str]) -> Mapping[str, str]:
-        with self._lock:
-            return {d: self._blobs[d][1][0] for d in digests if d in self._blobs}
-
-    def bytes_of(self, owner: str) -> int:
-        with self._lock:
-            return sum(size for size, owners in self._blobs.values() if owners[0] == owner)
-
-    def totals(self) -> Mapping[str, int]:
-        with self._lock:
-            found: Counter[str] = Counter()
-            for size_bytes, owners in self._blobs.values():
-                found[owners[0]] += size_bytes
-        return dict(found)
-
-    def known(self) -> Iterator[str]:
-        with self._lock:
-            return iter(list(self._blobs))
-
-    def blobs_of(self, owner: str) -> Collection[str]:
-        with self._lock:
-            return {digest for digest, (_, owners) in self._blobs.items() if owner in owners}
-
-    def release(self, owner: str, digest: str) -> bool:
-        with self._lock:
-            owners = self._blobs.get(digest, (0, []))[1]
-            if owner in owners:
-                owners.remove(owner)
-            if not owners:
-                self._blobs.pop(digest, None)
-            return not owners
+    def forget(self, digest: str) -> None:
+        """Note that the blob is no longer stored: release it of all its owners."""
+        for owner in self.owners_of(digest):
+            self.release(owner, digest)
 
 
 def _key(digest: str) -> str:

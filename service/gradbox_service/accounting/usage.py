@@ -11,7 +11,6 @@ bytes, so that sums are exact.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol, cast
@@ -59,23 +58,17 @@ UsedByHour = Mapping[int, Mapping[str, Used]]
 BusyByWorker = Mapping[str, Mapping[int, int]]
 
 
-class Usage(Protocol):
-    """What was charged so far. Hours and minutes count from 1970; both ends are included."""
+class Usage:
+    """What was charged so far: one hash an hour and one a minute, both of which expire.
 
-    def by_hour(self, first: int, last: int) -> UsedByHour:
-        """Return, by hour, what each owner used; hours without use are left out."""
-
-    def busy_ms(self, first: int, last: int) -> BusyByWorker:
-        """Return, by worker and minute, for how many milliseconds it held a job."""
-
-
-class RedisUsage:
-    """Implements `Usage` with one hash an hour and one a minute, both of which expire."""
+    Hours and minutes count from 1970; both ends are included.
+    """
 
     def __init__(self, connection: redis.Redis) -> None:
         self._redis = connection
 
     def by_hour(self, first: int, last: int) -> UsedByHour:
+        """Return, by hour, what each owner used; hours without use are left out."""
         found: dict[int, dict[str, Used]] = {}
         for hour, fields in self._hashes(_hour_key, first, last):
             owners = found.setdefault(hour, {})
@@ -87,6 +80,7 @@ class RedisUsage:
         return found
 
     def busy_ms(self, first: int, last: int) -> BusyByWorker:
+        """Return, by worker and minute, for how many milliseconds it held a job."""
         found: dict[str, dict[int, int]] = {}
         for minute, fields in self._hashes(_minute_key, first, last):
             for worker, value in fields.items():
@@ -116,34 +110,6 @@ def write(pipe: Pipeline, charge: Charge) -> None:
         if charge.worker is not None:
             pipe.hincrby(_minute_key(minute), charge.worker, busy)
             pipe.expire(_minute_key(minute), MINUTES_KEPT * MINUTE_S)
-
-
-class MemoryUsage:
-    """The in-memory twin of `RedisUsage`; the records charge it."""
-
-    def __init__(self) -> None:
-        self._hours: dict[int, dict[str, Used]] = {}
-        self._busy: dict[str, dict[int, int]] = {}
-        self._lock = threading.Lock()
-
-    def add(self, charge: Charge) -> None:
-        with self._lock:
-            add_use(self._hours, charge)
-            add_busy(self._busy, charge)
-
-    def by_hour(self, first: int, last: int) -> UsedByHour:
-        with self._lock:
-            return {
-                hour: dict(owners) for hour, owners in self._hours.items() if first <= hour <= last
-            }
-
-    def busy_ms(self, first: int, last: int) -> BusyByWorker:
-        with self._lock:
-            kept = {
-                worker: {minute: ms for minute, ms in minutes.items() if first <= minute <= last}
-                for worker, minutes in self._busy.items()
-            }
-            return {worker: minutes for worker, minutes in kept.items() if minutes}
 
 
 def add_use(hours: dict[int, dict[str, Used]], charge: Charge) -> None:

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from gradbox.errors import BlobInUse
 from gradbox.protocol import JobSpec
-from gradbox_service.accounting.blob_owners import BlobOwners
+from gradbox_service.backing import Backing
 from gradbox_service.cleaning.crowding import crowding
 from gradbox_service.cleaning.expiry import (
     SETTLED_SPARED_S,
@@ -32,13 +32,11 @@ from gradbox_service.cleaning.needed import Needed, named_in
 from gradbox_service.cleaning.removed import RemovedByHand
 from gradbox_service.cleaning.spent import Spent, spent
 from gradbox_service.cleaning.under_way import UnderWay
+from gradbox_service.database.leadership import LEADER_TTL_S
 from gradbox_service.database.refusals import unless_refused
-from gradbox_service.identity.tokens import Tokens
-from gradbox_service.jobs import JobRecord, Records
-from gradbox_service.queue.leadership import LEADER_TTL_S, Leadership
+from gradbox_service.jobs import JobRecord
 from gradbox_service.repeating_thread import RepeatingThread
 from gradbox_service.settings import Settings
-from gradbox_service.store import BlobStore, ResultStore
 from gradbox_service.store.files import FileUse, use_of
 
 T = TypeVar("T")
@@ -59,32 +57,19 @@ AT_ONCE_SHARE = 0.25
 class Cleaner(RepeatingThread):
     """Removes what the settings let expire, at once and then every `clean_every_s`."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        *,
-        records: Records,
-        blobs: BlobStore,
-        results: ResultStore,
-        owners: BlobOwners,
-        tokens: Tokens,
-        leadership: Leadership,
-    ) -> None:
+    def __init__(self, settings: Settings, box: Backing) -> None:
         super().__init__("cleaner", failed_pause_s=settings.clean_every_s)
         self._settings = settings
-        self._records = records
-        self._blobs = blobs
-        self._results = results
-        self._owners = owners
-        self._tokens = tokens
-        self._leadership = leadership
-        self._needed = Needed(records)
-        self._removed = RemovedByHand(records, owners, results=results, blobs=blobs)
+        self._box = box
+        self._records, self._owners = box.records, box.owners
+        self._blobs, self._results = box.blobs, box.results
+        self._needed = Needed(box.records)
+        self._removed = RemovedByHand(box)
         self.under_way = UnderWay()
 
     def clean(self) -> list[Stored]:
         """Remove what has expired; return the files that went."""
-        self._tokens.reconcile()
+        self._box.tokens.reconcile()
         now_s = time.time()
         self._end_records(now_s=now_s)
         self._blobs.sweep()
@@ -183,7 +168,7 @@ class Cleaner(RepeatingThread):
     def _step(self) -> None:
         pause_s = min(LEADER_TTL_S, self._settings.clean_every_s)
         with unless_refused("nothing is cleaned up"):
-            if self._leadership.hold(ttl_s=LEADER_TTL_S):
+            if self._box.leadership.hold(ttl_s=LEADER_TTL_S):
                 pause_s = self._settings.clean_every_s
                 self.clean()
         self._stopping.wait(pause_s)

@@ -10,9 +10,8 @@ import logging
 import time
 from functools import partial
 
-from gradbox_service.accounting.blob_owners import BlobOwners
-from gradbox_service.jobs import JobRecord, Records
-from gradbox_service.store import BlobStore, ResultStore
+from gradbox_service.backing import Backing
+from gradbox_service.jobs import JobRecord
 from gradbox_service.store.files import use_of
 
 log = logging.getLogger(__name__)
@@ -21,18 +20,14 @@ log = logging.getLogger(__name__)
 class RemovedByHand:
     """Notes that they are gone."""
 
-    def __init__(
-        self, records: Records, owners: BlobOwners, *, results: ResultStore, blobs: BlobStore
-    ) -> None:
-        self._records = records
-        self._owners = owners
-        self._results = results
-        self._blobs = blobs
+    def __init__(self, box: Backing) -> None:
+        self._box = box
         self._unexplained_bytes = 0  # by which more was counted after the last look
 
     def counted_bytes(self) -> int:
         """Return what is counted for all owners; ask before the files are listed."""
-        return sum(self._records.result_bytes().values()) + sum(self._owners.totals().values())
+        results, blobs = self._box.records.result_bytes(), self._box.owners.totals()
+        return sum(results.values()) + sum(blobs.values())
 
     def note(self, *, counted_bytes: int, there_bytes: int) -> None:
         """Note what is gone, where more is counted than is there."""
@@ -44,23 +39,24 @@ class RemovedByHand:
             log.warning("%d results and blobs are gone that the box did not remove", gone)
 
     def _note_results(self) -> int:
-        if not self._results.room.folder.is_dir():
+        if not self._box.results.room.folder.is_dir():
             return 0
         gone = [
             record.id
-            for owner in self._records.result_bytes()
-            for record in self._records.oldest(owner)
+            for owner in self._box.records.result_bytes()
+            for record in self._box.records.oldest(owner)
             if record.result_bytes
-            and use_of(self._results.path(record.id, attempt=record.attempt)) is None
+            and use_of(self._box.results.path(record.id, attempt=record.attempt)) is None
         ]
         for job_id in gone:
-            self._records.update(job_id, partial(JobRecord.drop_result, now_s=time.time()))
+            self._box.records.update(job_id, partial(JobRecord.drop_result, now_s=time.time()))
         return len(gone)
 
     def _note_blobs(self) -> int:
-        if not self._blobs.room.folder.is_dir():
+        if not self._box.blobs.room.folder.is_dir():
             return 0
-        gone = [name for name in self._owners.known() if use_of(self._blobs.path(name)) is None]
+        blobs = self._box.blobs
+        gone = [name for name in self._box.owners.known() if use_of(blobs.path(name)) is None]
         for name in gone:
-            self._owners.forget(name)
+            self._box.owners.forget(name)
         return len(gone)

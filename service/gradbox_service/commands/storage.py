@@ -157,16 +157,7 @@ def _with_cleaner(
         if reserve_bytes is not None:
             settings = settings.model_copy(update={"disk_reserve_bytes": reserve_bytes})
         box = Backing.on_redis(settings)
-        cleaner = Cleaner(
-            settings,
-            records=box.records,
-            blobs=box.blobs,
-            results=box.results,
-            owners=box.owners,
-            tokens=box.tokens,
-            leadership=box.leadership,
-        )
-        return run(box, cleaner)
+        return run(box, Cleaner(settings, box))
 
     return beside_the_box("storage", run_on_box)
 

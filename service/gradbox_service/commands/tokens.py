@@ -17,7 +17,7 @@ from gradbox.cli.times import local
 from gradbox_service.commands.beside_the_box import DataFolder, RedisUrl, at_redis, beside_the_box
 from gradbox_service.database.connection import connect
 from gradbox_service.identity.revocations import Revocations
-from gradbox_service.identity.tokens import RedisTokens, lookalikes, token_id
+from gradbox_service.identity.tokens import Tokens, lookalikes, token_id
 from gradbox_service.settings import Settings
 
 
@@ -42,7 +42,7 @@ def create(
 ) -> int:
     """Make a token and print it."""
 
-    def run(tokens: RedisTokens) -> int:
+    def run(tokens: Tokens) -> int:
         names = [info.name for info in tokens.list()]
         token = tokens.create(name, admin=admin)
         for other in lookalikes(name, names):
@@ -67,7 +67,7 @@ def list_tokens(
 ) -> int:
     """Print what is known of every token."""
 
-    def run(tokens: RedisTokens) -> int:
+    def run(tokens: Tokens) -> int:
         found = tokens.list()
         if json:
             print(jsons.dumps([info.model_dump() for info in found]))
@@ -94,7 +94,7 @@ def revoke(
 ) -> int:
     """Revoke by id or name."""
 
-    def run(tokens: RedisTokens) -> int:
+    def run(tokens: Tokens) -> int:
         num_revoked = tokens.revoke(name)
         if json:
             print(jsons.dumps({"revoked": num_revoked}))
@@ -108,14 +108,12 @@ def revoke(
     return _with_tokens(run, redis_url, data)
 
 
-def _with_tokens(
-    run: Callable[[RedisTokens], int], redis_url: str | None, data: Path | None
-) -> int:
+def _with_tokens(run: Callable[[Tokens], int], redis_url: str | None, data: Path | None) -> int:
     """Run one of the commands above against the Redis that its options name."""
 
     def run_on_redis() -> int:
         with closing(connect(at_redis(redis_url, data))) as connection:
             revocations = Revocations(Settings.read(data=data).data)
-            return run(RedisTokens(connection, revocations=revocations))
+            return run(Tokens(connection, revocations=revocations))
 
     return beside_the_box("tokens", run_on_redis)

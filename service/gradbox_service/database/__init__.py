@@ -1,6 +1,9 @@
 """How gradbox talks to Redis, whatever it stores there.
 
-connection              a client of it
-conditional_commands    commands that run together, if nothing changed meanwhile
-refusals                whether it refuses for now, and what is said then
+To read in this order:
+
+    connection              a client of it
+    conditional_commands    commands that run together, if nothing changed meanwhile
+    leadership              the lock of the one service process that feeds the queue and cleans
+    refusals                whether it refuses for now, and what is said then
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Protocol, cast
+from typing import cast
 
 import redis
 
@@ -15,43 +15,22 @@ log = logging.getLogger(__name__)
 OPERATION = "gradbox:operation"
 
 
-class Operation(Protocol):
-    """The flag that the box's owner sets, and that dispatcher and admission read."""
-
-    def read(self) -> OperationView:
-        """Return what was set last; a box is running before."""
-
-    def set(self, operation: OperationView) -> None:
-        """Set it, also for a box that is started again."""
-
-
-class RedisOperation:
-    """Implements `Operation` with one key."""
+class Operation:
+    """The flag that the box's owner sets, and that dispatcher and admission read: one key."""
 
     def __init__(self, connection: redis.Redis) -> None:
         self._redis = connection
         self._commands = ConditionalCommands(connection, over_bound=True)
 
     def read(self) -> OperationView:
+        """Return what was set last; a box is running before."""
         return read_operation(cast("bytes | None", self._redis.get(OPERATION)))
 
     def set(self, operation: OperationView) -> None:
+        """Set it, also for a box that is started again."""
         pipe = self._redis.pipeline()
         pipe.set(OPERATION, operation.model_dump_json())
         self._commands.run(pipe, where={})
-
-
-class MemoryOperation:
-    """The in-memory twin of `RedisOperation`."""
-
-    def __init__(self) -> None:
-        self._operation = OperationView()
-
-    def read(self) -> OperationView:
-        return self._operation
-
-    def set(self, operation: OperationView) -> None:
-        self._operation = operation
 
 
 def read_operation(text: bytes | None) -> OperationView:

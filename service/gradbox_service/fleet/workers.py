@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Literal, Protocol, TypeVar, cast
+from typing import Literal, TypeVar, cast
 
 import redis
 from pydantic import BaseModel, ConfigDict
@@ -16,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from gradbox.protocol import DeviceMemory, ModelBuild, ModelView
 from gradbox_service.database.conditional_commands import ConditionalCommands
 from gradbox_service.database.refusals import unless_refused
-from gradbox_service.jobs import redis_changes
+from gradbox_service.jobs import changes
 
 log = logging.getLogger(__name__)
 
@@ -60,54 +59,35 @@ class WorkerPresence(BaseModel):
     building: ModelBuild | None = None
 
 
-class Fleet(Protocol):
-    """What workers announce and the service reads."""
+class Fleet:
+    """What workers announce and the service reads.
 
-    def announce(self, presence: WorkerPresence, *, ttl_s: float) -> None:
-        """Say that a worker lives, for the next `ttl_s` seconds."""
-
-    def retire(self, name: str) -> None:
-        """Say that a worker has stopped."""
-
-    def describe(self, models: Iterable[ModelView]) -> None:
-        """Publish what models look like; presences refer to them by name and version."""
-
-    def ask_for_reload(self) -> int:
-        """Ask every worker to read its models file again; return how often that was asked."""
-
-    def reloads(self) -> int:
-        """Return how often workers have been asked to read their models file again."""
-
-    def workers(self) -> Sequence[WorkerPresence]:
-        """Return the live workers by name."""
-
-    def model(self, name: str, *, version: str) -> ModelView | None:
-        """Return a description that was published."""
-
-
-class RedisFleet:
-    """Implements `Fleet`: one key with an expiry a worker, and one hash of descriptions."""
+    In Redis, one key with an expiry a worker, and one hash of descriptions.
+    """
 
     def __init__(self, connection: redis.Redis) -> None:
         self._redis = connection
         self._commands = ConditionalCommands(connection, over_bound=True)
 
     def announce(self, presence: WorkerPresence, *, ttl_s: float) -> None:
+        """Say that a worker lives, for the next `ttl_s` seconds."""
         pipe = self._redis.pipeline()
         key = _presence_key(presence.name)
         pipe.set(key, presence.model_dump_json(), px=max(1, int(ttl_s * 1000)))
         pipe.sadd(WORKERS, presence.name)
-        redis_changes.ring(pipe, "", "worker")
+        changes.ring(pipe, "", "worker")
         self._commands.run(pipe, where={})
 
     def retire(self, name: str) -> None:
+        """Say that a worker has stopped."""
         pipe = self._redis.pipeline()
         pipe.delete(_presence_key(name))
         pipe.srem(WORKERS, name)
-        redis_changes.ring(pipe, "", "worker")
+        changes.ring(pipe, "", "worker")
         self._commands.run(pipe, where={})
 
     def describe(self, models: Iterable[ModelView]) -> None:
+        """Publish what models look like; presences refer to them by name and version."""
         views = {f"{view.name}@{view.version}": view for view in models}
         pipe = self._redis.pipeline()
         for version in self._superseded({view.name for view in views.values()}):
@@ -127,12 +107,15 @@ class RedisFleet:
         return {version for version in found if version.partition("@")[0] in names}
 
     def ask_for_reload(self) -> int:
+        """Ask every worker to read its models file again; return how often that was asked."""
         return self._redis.incr(RELOADS)
 
     def reloads(self) -> int:
+        """Return how often workers have been asked to read their models file again."""
         return int(cast("bytes | None", self._redis.get(RELOADS)) or 0)
 
     def workers(self) -> Sequence[WorkerPresence]:
+        """Return the live workers by name."""
         names = sorted(n.decode() for n in cast("set[bytes]", self._redis.smembers(WORKERS)))
         keys = [_presence_key(name) for name in names]
         found = cast("list[bytes | None]", self._redis.mget(keys)) if keys else []
@@ -144,49 +127,9 @@ class RedisFleet:
         return [worker for worker in workers if worker is not None]
 
     def model(self, name: str, *, version: str) -> ModelView | None:
+        """Return a description that was published."""
         text = cast("bytes | None", self._redis.hget(MODELS, f"{name}@{version}"))
         return None if text is None else _parsed(ModelView, text)
-
-
-class MemoryFleet:
-    """The in-memory twin of `RedisFleet`."""
-
-    def __init__(self) -> None:
-        self._workers: dict[str, tuple[WorkerPresence, float]] = {}
-        self._models: dict[tuple[str, str], ModelView] = {}
-        self._reloads = 0
-        self._lock = threading.Lock()
-
-    def announce(self, presence: WorkerPresence, *, ttl_s: float) -> None:
-        with self._lock:
-            self._workers[presence.name] = (presence, time.monotonic() + ttl_s)
-
-    def retire(self, name: str) -> None:
-        with self._lock:
-            self._workers.pop(name, None)
-
-    def describe(self, models: Iterable[ModelView]) -> None:
-        with self._lock:
-            self._models.update({(view.name, view.version): view for view in models})
-
-    def ask_for_reload(self) -> int:
-        with self._lock:
-            self._reloads += 1
-            return self._reloads
-
-    def reloads(self) -> int:
-        with self._lock:
-            return self._reloads
-
-    def workers(self) -> Sequence[WorkerPresence]:
-        with self._lock:
-            now = time.monotonic()
-            live = [presence for presence, until in self._workers.values() if now < until]
-        return sorted(live, key=lambda presence: presence.name)
-
-    def model(self, name: str, *, version: str) -> ModelView | None:
-        with self._lock:
-            return self._models.get((name, version))
 
 
 def _presence_key(name: str) -> str:

@@ -104,12 +104,7 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
     app.state.transfers = open_transfers(settings)
     app.state.metrics = Metrics()
     app.state.dispatcher = Dispatcher(
-        stands_on.records,
-        stands_on.turns,
-        stands_on.fleet,
-        stands_on.leadership,
-        operation=stands_on.operation,
-        usage=stands_on.usage,
+        stands_on,
         half_life_s=settings.share_half_life_s,
         ended=app.state.metrics.job_ended,
         changes=passed.changes,
@@ -117,15 +112,7 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
     app.state.metrics.registry.register(
         BoxCollector(stands_on, app.state.dispatcher, clock=time.time)
     )
-    app.state.cleaner = Cleaner(
-        settings,
-        records=stands_on.records,
-        blobs=stands_on.blobs,
-        results=stands_on.results,
-        owners=stands_on.owners,
-        tokens=stands_on.tokens,
-        leadership=stands_on.leadership,
-    )
+    app.state.cleaner = Cleaner(settings, stands_on)
     app.state.quota = Quota(settings.owner_quota_bytes, box=stands_on, cleaner=app.state.cleaner)
     app.state.bodies = Bodies(folder=settings.data, limit_bytes=settings.max_spec_bytes)
     app.add_middleware(Heads)

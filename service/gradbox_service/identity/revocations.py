@@ -6,7 +6,7 @@ on the disk was taken when the box first started: a note changes bytes in place 
 (A file system that copies on write, such as btrfs or ZFS, may want a block for it all the same.)
 
 The file is of lines of 64 characters and a line break, each the SHA-256 of a token or empty. When
-Redis takes changes again, `RedisTokens.reconcile` removes the tokens there and the notes here.
+Redis takes changes again, `Tokens.reconcile` removes the tokens there and the notes here.
 """
 
 from __future__ import annotations

@@ -7,9 +7,8 @@ look goes on to the token, so a session ends with it, from the next request on.
 from __future__ import annotations
 
 import secrets
-import threading
 import time
-from typing import Final, Protocol, cast
+from typing import Final, cast
 
 import redis
 
@@ -20,21 +19,8 @@ LIFETIME_S: Final = 7 * 24 * 3600
 MAX_SESSIONS: Final = 100
 
 
-class Sessions(Protocol):
-    """The sessions of a box."""
-
-    def begin(self, token: str) -> str | None:
-        """Begin a session and return its secret; None if this box does not know the token."""
-
-    def find(self, secret: str) -> TokenInfo | None:
-        """Return what is known of the session's token; None if it or the session is over."""
-
-    def end(self, secret: str) -> None:
-        """End a session, if there is one."""
-
-
-class RedisSessions:
-    """Implements `Sessions` with a key each: the hash of a secret → the hash of its token.
+class Sessions:
+    """The sessions of a box, each a key: the hash of a secret → the hash of its token.
 
     Beside them each token has a zset of its sessions' keys by when they began.
     """
@@ -44,6 +30,7 @@ class RedisSessions:
         self._tokens = tokens
 
     def begin(self, token: str) -> str | None:
+        """Begin a session and return its secret; None if this box does not know the token."""
         if self._tokens.find(token) is None:
             return None
         secret, digest = secrets.token_urlsafe(32), digest_of(token)
@@ -60,40 +47,13 @@ class RedisSessions:
         return secret
 
     def find(self, secret: str) -> TokenInfo | None:
+        """Return what is known of the session's token; None if it or the session is over."""
         digest = cast("bytes | None", self._redis.get(_key(secret)))
         return None if digest is None else self._tokens.hashed(digest.decode())
 
     def end(self, secret: str) -> None:
+        """End a session, if there is one."""
         self._redis.delete(_key(secret))
-
-
-class MemorySessions:
-    """The in-memory twin of `RedisSessions`."""
-
-    def __init__(self, *, tokens: Tokens) -> None:
-        self._tokens = tokens
-        self._sessions: dict[str, tuple[str, float]] = {}
-        self._lock = threading.Lock()
-
-    def begin(self, token: str) -> str | None:
-        if self._tokens.find(token) is None:
-            return None
-        secret, digest = secrets.token_urlsafe(32), digest_of(token)
-        with self._lock:
-            own = [key for key, (other, _) in self._sessions.items() if other == digest]
-            for key in own[: max(0, len(own) + 1 - MAX_SESSIONS)]:
-                del self._sessions[key]
-            self._sessions[_key(secret)] = (digest, time.monotonic() + LIFETIME_S)
-        return secret
-
-    def find(self, secret: str) -> TokenInfo | None:
-        with self._lock:
-            digest, until = self._sessions.get(_key(secret), ("", 0.0))
-        return self._tokens.hashed(digest) if time.monotonic() < until else None
-
-    def end(self, secret: str) -> None:
-        with self._lock:
-            self._sessions.pop(_key(secret), None)
 
 
 def _key(secret: str) -> str:

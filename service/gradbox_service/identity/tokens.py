@@ -11,11 +11,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
-import threading
 import time
 import unicodedata
 from collections.abc import Iterable, Sequence
-from typing import Protocol, cast
+from typing import cast
 
 import redis
 from pydantic import BaseModel, ConfigDict
@@ -61,38 +60,8 @@ class TokenInfo(BaseModel):
     admin: bool = False
 
 
-class Tokens(Protocol):
-    """The tokens of a box."""
-
-    def create(self, name: str, *, admin: bool = False) -> str:
-        """Make a token for `name` and return it; it cannot be read again.
-
-        Raises:
-            BadTokenName: see `check_name`.
-        """
-
-    def list(self) -> Sequence[TokenInfo]:
-        """Return what is known of every token, oldest first."""
-
-    def revoke(self, name_or_id: str) -> int:
-        """Forget the token of that id, or all of that name; return how many there were.
-
-        Raises:
-            NotRevoked: neither Redis nor the disk takes it.
-        """
-
-    def find(self, token: str) -> TokenInfo | None:
-        """Return what is known of a token, or None if this box did not make it or it is revoked."""
-
-    def hashed(self, digest: str) -> TokenInfo | None:
-        """Return the same of the token with this hash."""
-
-    def reconcile(self) -> None:
-        """Make the revocations that could only be noted."""
-
-
-class RedisTokens:
-    """Implements `Tokens` with one hash."""
+class Tokens:
+    """The tokens of a box: one hash."""
 
     def __init__(self, connection: redis.Redis, *, revocations: Revocations | None = None) -> None:
         """Send nothing yet.
@@ -105,6 +74,11 @@ class RedisTokens:
         self._revocations = revocations
 
     def create(self, name: str, *, admin: bool = False) -> str:
+        """Make a token for `name` and return it; it cannot be read again.
+
+        Raises:
+            BadTokenName: see `check_name`.
+        """
         token, digest, info = _fresh(name, admin=admin)
         pipe = self._redis.pipeline()
         pipe.hset(TOKENS, digest, info.model_dump_json())
@@ -112,9 +86,15 @@ class RedisTokens:
         return token
 
     def list(self) -> Sequence[TokenInfo]:
+        """Return what is known of every token, oldest first."""
         return sorted(self._all().values(), key=lambda info: info.created_s)
 
     def revoke(self, name_or_id: str) -> int:
+        """Forget the token of that id, or all of that name; return how many there were.
+
+        Raises:
+            NotRevoked: neither Redis nor the disk takes it.
+        """
         found = [digest for digest, info in self._all().items() if _named(info, name_or_id)]
         if not found:
             return 0
@@ -132,13 +112,16 @@ class RedisTokens:
         return len(found)
 
     def find(self, token: str) -> TokenInfo | None:
+        """Return what is known of a token, or None if this box did not make it or it is revoked."""
         return self.hashed(digest_of(token))
 
     def hashed(self, digest: str) -> TokenInfo | None:
+        """Return the same of the token with this hash."""
         text = cast("bytes | None", self._redis.hget(TOKENS, digest))
         return None if text is None or digest in self._revoked() else _read(text)
 
     def reconcile(self) -> None:
+        """Make the revocations that could only be noted."""
         digests = self._revoked()
         if digests and self._revocations is not None:
             self._redis.hdel(TOKENS, *digests)
@@ -157,41 +140,6 @@ class RedisTokens:
             for digest, info in found.items()
             if info is not None and digest not in revoked
         }
-
-
-class MemoryTokens:
-    """The in-memory twin of `RedisTokens`."""
-
-    def __init__(self) -> None:
-        self._tokens: dict[str, TokenInfo] = {}
-        self._lock = threading.Lock()
-
-    def create(self, name: str, *, admin: bool = False) -> str:
-        token, digest, info = _fresh(name, admin=admin)
-        with self._lock:
-            self._tokens[digest] = info
-        return token
-
-    def list(self) -> Sequence[TokenInfo]:
-        with self._lock:
-            return sorted(self._tokens.values(), key=lambda info: info.created_s)
-
-    def revoke(self, name_or_id: str) -> int:
-        with self._lock:
-            found = [d for d, info in self._tokens.items() if _named(info, name_or_id)]
-            for digest in found:
-                del self._tokens[digest]
-            return len(found)
-
-    def find(self, token: str) -> TokenInfo | None:
-        return self.hashed(digest_of(token))
-
-    def hashed(self, digest: str) -> TokenInfo | None:
-        with self._lock:
-            return self._tokens.get(digest)
-
-    def reconcile(self) -> None:
-        """Do nothing: memory refuses no revocation."""
 
 
 def digest_of(token: str) -> str:

@@ -12,17 +12,49 @@ dead and comes back late changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 from pydantic import TypeAdapter
 
 from gradbox.errors import WorkerLost
 from gradbox.protocol import JobState, JobView, Problem, ProgressView, ResultView
-from gradbox_service.jobs.place import Place
 
 MAX_ATTEMPTS = 3
 VERSION = 1
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of one queued job.
+
+    Attributes:
+        position: 1 for the job that is handed out next.
+        waiting_for: how many jobs of each owner run or come before; those with most jobs alone.
+        begins_s: about when it begins, in seconds since 1970; None if nobody can say.
+        hold: why no job that waits is handed to a worker, if none is.
+    """
+
+    position: int
+    waiting_for: Mapping[str, int] = field(default_factory=dict)
+    begins_s: float | None = None
+    hold: str | None = None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """About how long from now until it begins."""
+        return None if self.begins_s is None else round(max(0.0, self.begins_s - time.time()), 1)
+
+    def to_json(self) -> bytes:
+        return _PLACE.dump_json(self)
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Place:
+        """Raises:
+        ValueError: these are not the bytes of a place.
+        """
+        return _PLACE.validate_json(text)
 
 
 @dataclass(frozen=True)
@@ -223,16 +255,17 @@ class JobRecord:
         )
 
     def to_json(self) -> bytes:
-        return _ADAPTER.dump_json(self)
+        return _RECORD.dump_json(self)
 
     @classmethod
     def from_json(cls, text: bytes) -> JobRecord:
         """Raises:
         ValueError: these are not the bytes of a record that this version reads.
         """
-        return _ADAPTER.validate_json(text)
+        return _RECORD.validate_json(text)
 
 
 Transition = Callable[[JobRecord], JobRecord | None]
 
-_ADAPTER = TypeAdapter(JobRecord)
+_RECORD = TypeAdapter(JobRecord)
+_PLACE = TypeAdapter(Place)

@@ -1,57 +1,67 @@
-"""Where job records live: the protocol that Redis and the in-memory twin both keep."""
+"""Job records in Redis.
+
+    gradbox:job:ID             record, JSON
+    gradbox:spec:ID            spec, JSON, as it was posted
+    gradbox:events:ID          stream of the job's events
+    gradbox:lease:ID:ATTEMPT   exists while the attempt's worker beats
+    gradbox:owners             set of the names of all who ever posted a job
+    gradbox:owner:NAME         zset of job ids by creation
+    gradbox:active:NAME        the same of those that wait or run
+    gradbox:STATE:NAME         the same of those in one final state
+    gradbox:active             zset of the ids of queued and running jobs by creation
+    gradbox:ended              zset of the ids of all others by the time of their end
+    gradbox:result-bytes       hash: owner → bytes of their results on disk
+    gradbox:usage:HOUR         hash: what each owner used (see `usage`)
+    gradbox:busy:MINUTE        hash: worker → milliseconds in which it held a job
+    gradbox:set-aside          hash: job id → bytes that were no record (see `damaged`)
+    gradbox:places             hash: job id → where it stands, for the first and the followed
+    gradbox:followed           zset of the ids of followed jobs by when that ends
+    gradbox:key:OWNER:HASH     the job and the spec's digest of an idempotency key
+    gradbox:posted             hash: job id → the key above that it was posted with
+    gradbox:changes            stream of changes, each with the record that it left
+
+A change is one script, which runs where the record is still the one that was read: so a record, its
+indices, its event and its lease change together or not at all.
+"""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple, Protocol
+from itertools import count
+from typing import Any, Final, NamedTuple, cast
+
+import redis
+from redis.client import Pipeline
 
 from gradbox.errors import IdempotencyConflict
-from gradbox.protocol import JobSpec, JobState
-from gradbox_service.jobs.place import Place
-from gradbox_service.jobs.record import JobRecord, Transition
+from gradbox.protocol import JobSpec, JobState, parse_spec
+from gradbox_service.database.conditional_commands import ConditionalCommands
+from gradbox_service.database.refusals import store_refuses
+from gradbox_service.jobs import changes
+from gradbox_service.jobs.changes import (
+    Change,
+    Event,
+    job_key,
+    owner_key,
+    parse_id,
+    posted_key,
+    spec_key,
+)
+from gradbox_service.jobs.damaged import SET_ASIDE, failed_record, read_record
+from gradbox_service.jobs.record import JobRecord, Place, Transition
 
 # An idempotency key is remembered this long.
 KEY_LIFETIME_S = 7 * 24 * 3600
-# A job's stream keeps about this many events. A reader that missed older ones misses nothing: the
-# newest state is always among the kept.
-MAX_EVENTS = 1000
 # Who looks at a queued job follows it for so long; a listener says so again before.
 FOLLOWED_S: Final = 15.0
-
-
-@dataclass(frozen=True)
-class Event:
-    """One entry of a job's stream.
-
-    Attributes:
-        id: grows along the stream; `after=id` reads on behind it.
-        kind: `state` (data is a JobView) or `progress` (data is a ProgressView).
-        data: JSON.
-        final: whether this is the job's last event.
-    """
-
-    id: str
-    kind: Literal["state", "progress"]
-    data: str
-    final: bool = False
-
-
-@dataclass(frozen=True)
-class Change:
-    """Says that something about a job is new; what it is stands in the job's own stream.
-
-    `final` is set where the job has ended. `record` is how the change left the job's record; None
-    where it has to be read: it was large, or an earlier version of gradbox made the change.
-
-    Three are about no job: `worker`, that one announced something, `wake`, which ends every wait,
-    and `missed`, that changes were trimmed before this reader came to them.
-    """
-
-    job_id: str
-    kind: Literal["state", "progress", "position", "worker", "wake", "missed"]
-    final: bool = False
-    record: JobRecord | None = None
+CHANGES_READ = 1000
+# Of the ids of an owner's jobs, in one command.
+PAGE = 200
+NEWEST_FIRST: Any = {"end": "-inf", "desc": True, "byscore": True, "withscores": True, "num": PAGE}
 
 
 class Mark(NamedTuple):
@@ -69,8 +79,18 @@ class Memory:
     bound_bytes: int | None = None
 
 
-class Records(Protocol):
-    """The job records of a box. Every method is safe to call from several processes at once."""
+class Records:
+    """The job records of a box, on a Redis of version 7.0 or newer, or a Valkey.
+
+    Every method is safe to call from several processes at once.
+    """
+
+    def __init__(self, connection: redis.Redis) -> None:
+        self._redis = connection
+        # Keeps a connection for `changes`: to take one from the pool costs as much as the command.
+        self._reader: redis.Redis | None = None
+        self._creating = ConditionalCommands(connection)
+        self._commands = ConditionalCommands(connection, over_bound=True)
 
     def create(
         self, record: JobRecord, *, spec: JobSpec, idempotency_key: str | None = None
@@ -82,6 +102,25 @@ class Records(Protocol):
         Raises:
             IdempotencyConflict: the key was used with another spec.
         """
+        posted = posted_key(record.owner, idempotency_key) if idempotency_key else None
+        # Also without a key: if the answer is lost the script is sent again, and by then a worker
+        # may have begun the job.
+        where: dict[str, bytes | str] = {posted or job_key(record.id): ""}
+        while True:
+            pipe = self._redis.pipeline()
+            if posted:
+                pipe.set(posted, f"{record.id} {record.spec_digest}", ex=KEY_LIFETIME_S)
+                pipe.hset(changes.POSTED, record.id, posted)
+            pipe.set(spec_key(record.id), spec.model_dump_json())
+            pipe.sadd(changes.OWNERS, record.owner)
+            pipe.zadd(owner_key(record.owner), {record.id: record.created_s})
+            changes.write(pipe, None, record)
+            if self._creating.run(pipe, where=where):
+                return record
+            if posted:  # read first: its job may be forgotten meanwhile
+                where[posted] = cast("bytes | None", self._redis.get(posted)) or b""
+            if earlier := self._created(record, idempotency_key):
+                return earlier
 
     def posted(self, owner: str, *, idempotency_key: str, spec_digest: str) -> JobRecord | None:
         """Return the job that `owner` posted under this key, if there is one.
@@ -89,46 +128,38 @@ class Records(Protocol):
         Raises:
             IdempotencyConflict: the key was used with another spec.
         """
+        found = cast("bytes | None", self._redis.get(posted_key(owner, idempotency_key)))
+        if found is None:
+            return None
+        job_id, _, digest = found.decode().partition(" ")
+        record = self.get(job_id)
+        if record is not None:  # of an earlier version the key outlives a forgotten job
+            check_same_spec(idempotency_key, stored=digest, posted=spec_digest)
+        return record
 
     def get(self, job_id: str) -> JobRecord | None:
         """Return the record, or None if there is no such job."""
+        return self._read(job_id, cast("bytes | None", self._redis.get(job_key(job_id))))
 
     def spec(self, job_id: str) -> JobSpec | None:
         """Return what was posted; None if there is no such job, or it failed or was cancelled."""
+        text = cast(bytes | None, self._redis.get(spec_key(job_id)))
+        return parse_spec(text) if text is not None else None
 
     def many(self, job_ids: Sequence[str]) -> Sequence[JobRecord]:
         """Return the records that there are of these jobs."""
-
-    def owned(
-        self,
-        owner: str,
-        *,
-        state: JobState | None = None,
-        limit: int = 100,
-        after: Mark | None = None,
-    ) -> Sequence[JobRecord]:
-        """Return an owner's jobs, newest first; only those behind `after` if it is given."""
-
-    def oldest(self, owner: str) -> Iterator[JobRecord]:
-        """Give an owner's jobs, oldest first."""
-
-    def num_by_owner(self) -> Mapping[str, int]:
-        """Return how many jobs everybody has who has any."""
-
-    def owners(self) -> Sequence[str]:
-        """Return everybody who ever had a job here, by name."""
-
-    def num_active(self, owner: str) -> int:
-        """Return how many of an owner's jobs are queued or running."""
-
-    def spec_bytes(self, owner: str) -> int:
-        """Return what the specs of an owner's queued and running jobs take."""
+        return self._many([job_id.encode() for job_id in job_ids])
 
     def active(self) -> Sequence[JobRecord]:
         """Return every queued and running job, oldest first."""
+        ids = cast("list[bytes]", self._redis.zrange(changes.ACTIVE, 0, -1))
+        pages = [ids[start : start + CHANGES_READ] for start in range(0, len(ids), CHANGES_READ)]
+        return [r for page in pages for r in self._many(page) if not r.state.final]
 
     def active_ids(self) -> Sequence[str]:
         """Return the ids of every queued and running job, oldest first."""
+        ids = cast("list[bytes]", self._redis.zrange(changes.ACTIVE, 0, -1))
+        return [job_id.decode() for job_id in ids]
 
     def update(
         self,
@@ -148,6 +179,18 @@ class Records(Protocol):
         Returns:
             The new record; None if there is no such job or the transition does not apply.
         """
+        while True:
+            text = cast("bytes | None", self._redis.get(job_key(job_id)))
+            before = self._read(job_id, text)
+            after = transition(before) if before else None
+            if after is None:
+                return None
+            pipe = self._redis.pipeline()
+            changes.write(pipe, before, after)
+            if lease_s is not None:
+                changes.grant(pipe, job_id, attempt=after.attempt, lease_s=lease_s)
+            if self._commands.run(pipe, where={job_key(job_id): text or b""}):
+                return after
 
     def beat(self, job_id: str, *, attempt: int, lease_s: float) -> JobRecord | None:
         """Renew an attempt's lease and return the newest record.
@@ -156,12 +199,21 @@ class Records(Protocol):
         None or no longer `held_by(attempt)`, the job is not its own any more; if
         `cancel_requested`, the job is to be stopped. The record is the signal, so none gets lost.
         """
+        pipe = self._redis.pipeline()
+        changes.grant(pipe, job_id, attempt=attempt, lease_s=lease_s)
+        self._commands.run(pipe, where={})
+        return self.get(job_id)
 
     def leased(self, job_id: str, *, attempt: int) -> bool:
         """Tell whether the attempt's lease has not run out."""
+        return bool(self._redis.exists(changes.lease_key(job_id, attempt)))
 
     def events(self, job_id: str, *, after: str | None = None) -> Sequence[Event]:
         """Return the job's events behind the one with id `after`, oldest first."""
+        first, second = parse_id(after)
+        entries = self._redis.xrange(changes.events_key(job_id), min=f"({first}-{second}")
+        found = cast("list[changes.Entry]", entries)
+        return [event for entry in found if (event := changes.event_in(*entry))]
 
     def changes(self, after: str | None, *, wait_s: float) -> tuple[str, Sequence[Change]]:
         """Wait for changes of any job behind the cursor `after`; None means from now on.
@@ -170,9 +222,116 @@ class Records(Protocol):
             The next cursor, and the changes; none if `wait_s` went by without one. One of kind
             `missed` comes first if some were trimmed unread.
         """
+        self._reader = reader = self._reader or cast(redis.Redis, cast(Any, self._redis).client())
+        if after is None:
+            newest = cast("list[changes.Entry]", self._redis.xrevrange(changes.CHANGES, count=1))
+            return (newest[0][0].decode() if newest else "0-0"), ()
+        block = None if wait_s <= 0 else max(1, int(wait_s * 1000))
+        answer = cast(Any, reader.xread({changes.CHANGES: after}, count=CHANGES_READ, block=block))
+        if not answer:
+            return after, ()
+        entries: list[changes.Entry] = answer[0][1]
+        read = [change for entry in entries if (change := changes.change_in(*entry))]
+        if len(entries) == CHANGES_READ and changes.trimmed(self._redis, after):
+            read.insert(0, Change("", "missed"))
+        return entries[-1][0].decode(), read
 
     def wake(self) -> None:
         """End the present wait of everyone in `changes`."""
+        pipe = self._redis.pipeline()
+        changes.ring(pipe, "", "wake")
+        self._commands.run(pipe, where={})
+
+    def ended(self, *, before_s: float, limit: int) -> Sequence[str]:
+        """Return the ids of jobs that ended before a time, oldest first."""
+        ids = self._redis.zrangebyscore(changes.ENDED, "-inf", f"({before_s}", start=0, num=limit)
+        return [job_id.decode() for job_id in cast("list[bytes]", ids)]
+
+    def forget(self, job_id: str) -> None:
+        """Remove all that is known of a job that has ended."""
+        while True:
+            text = cast("bytes | None", self._redis.get(job_key(job_id)))
+            record = self._read(job_id, text)
+            pipe = self._redis.pipeline()
+            if record is None:
+                pipe.zrem(changes.ENDED, job_id)
+            elif record.state.final:
+                posted = cast("bytes | None", self._redis.hget(changes.POSTED, job_id))
+                changes.erase(pipe, record, posted=posted)
+            if self._commands.run(pipe, where={job_key(job_id): text or b""}):
+                return
+
+    def result_bytes(self) -> Mapping[str, int]:
+        """Return what the results of every owner take on disk."""
+        found = cast("dict[bytes, bytes]", self._redis.hgetall(changes.RESULT_BYTES))
+        return {owner.decode(): int(size) for owner, size in found.items() if int(size)}
+
+    def memory(self) -> Memory:
+        """Return how much memory the store takes, and may take."""
+        found = cast("dict[str, int]", self._redis.info("memory"))
+        return Memory(found["used_memory"], found.get("maxmemory") or None)
+
+    def ping(self) -> None:
+        """Raise what the store raises if it does not answer."""
+        self._redis.ping()
+
+    def owned(
+        self,
+        owner: str,
+        *,
+        state: JobState | None = None,
+        limit: int = 100,
+        after: Mark | None = None,
+    ) -> Sequence[JobRecord]:
+        """Return an owner's jobs, newest first; only those behind `after` if it is given."""
+        key = owner_key(owner) if state is None else changes.index_key(owner, state)
+        found: dict[str, JobRecord] = {}
+        newest, start, ids = math.inf if after is None else after.created_s, 0, [b""] * PAGE
+        while len(found) < limit and len(ids) == PAGE:
+            page: Any = self._redis.zrange(key, cast(Any, newest), offset=start, **NEWEST_FIRST)
+            ids = [job_id for job_id, _ in page]
+            for record in self._many(ids):
+                behind = after is None or (record.created_s, record.id) < after
+                if behind and state in (None, record.state):
+                    found.setdefault(record.id, record)
+            # By time and not by number: jobs that come or go meanwhile move all behind them.
+            last_s = page[-1][1] if page else newest
+            newest, start = (last_s, 0) if last_s < newest else (newest, start + PAGE)
+        return list(found.values())[:limit]
+
+    def oldest(self, owner: str) -> Iterator[JobRecord]:
+        """Give an owner's jobs, oldest first."""
+        for start in count(step=PAGE):
+            ids = cast("list[bytes]", self._redis.zrange(owner_key(owner), start, start + PAGE - 1))
+            if not ids:
+                return
+            yield from self._many(ids)
+
+    def num_by_owner(self) -> Mapping[str, int]:
+        """Return how many jobs everybody has who has any."""
+        owners = self.owners()
+        with self._redis.pipeline(transaction=False) as pipe:
+            for owner in owners:
+                pipe.zcard(owner_key(owner))
+            found = dict(zip(owners, pipe.execute(), strict=True))
+        return {owner: num_jobs for owner, num_jobs in found.items() if num_jobs}
+
+    def owners(self) -> Sequence[str]:
+        """Return everybody who ever had a job here, by name."""
+        names = cast("set[bytes]", self._redis.smembers(changes.OWNERS))
+        return sorted(name.decode() for name in names)
+
+    def num_active(self, owner: str) -> int:
+        """Return how many of an owner's jobs are queued or running."""
+        return self._redis.zcard(changes.index_key(owner, JobState.QUEUED))
+
+    def spec_bytes(self, owner: str) -> int:
+        """Return what the specs of an owner's queued and running jobs take."""
+        key = changes.index_key(owner, JobState.QUEUED)
+        with self._redis.pipeline(transaction=False) as pipe:
+            for job_id in cast("list[bytes]", self._redis.zrange(key, 0, -1)):
+                pipe.strlen(spec_key(job_id.decode()))
+            return sum(pipe.execute())
 
     def follow(self, job_ids: Sequence[str], *, for_s: float = FOLLOWED_S) -> Mapping[str, Place]:
         """Ask that these queued jobs be told their places, for the next `for_s` seconds.
@@ -180,30 +339,93 @@ class Records(Protocol):
         Returns:
             Those that are stored now.
         """
+        if not job_ids:
+            return {}
+        with self._redis.pipeline(transaction=False) as pipe:
+            pipe.zadd(changes.FOLLOWED, dict.fromkeys(job_ids, time.time() + for_s))
+            pipe.hmget(changes.PLACES, list(job_ids))
+            noted, found = pipe.execute(raise_on_error=False)
+        # Where Redis takes no change there is none to be told of.
+        if isinstance(noted, redis.RedisError) and not store_refuses(noted):
+            raise noted
+        if isinstance(found, redis.RedisError):
+            raise found
+        return _places(job_ids, found)
 
     def followed(self) -> Collection[str]:
         """Return the jobs that somebody follows."""
+        with self._redis.pipeline() as pipe:
+            pipe.zremrangebyscore(changes.FOLLOWED, "-inf", time.time())
+            pipe.zrange(changes.FOLLOWED, 0, -1)
+            return {job_id.decode() for job_id in cast("list[bytes]", pipe.execute()[1])}
 
     def place(self, places: Mapping[str, Place], *, told: Collection[str] = ()) -> None:
         """Store where queued jobs stand, in place of what was stored, and tell some of them."""
 
+        def store(pipe: Pipeline) -> None:
+            records = self.many(list(told))
+            pipe.multi()
+            changes.place(pipe, places, [r for r in records if r.state is JobState.QUEUED])
+
+        # A job that begins in between must not be said to wait.
+        self._redis.transaction(store, *map(job_key, told))
+
     def places(self, job_ids: Sequence[str] | None = None) -> Mapping[str, Place]:
         """Return the places that are stored: of these jobs, or all."""
+        if job_ids is None:
+            found = cast("dict[bytes, bytes]", self._redis.hgetall(changes.PLACES))
+            return {job_id.decode(): Place.from_json(text) for job_id, text in found.items()}
+        if not job_ids:
+            return {}
+        texts = self._redis.hmget(changes.PLACES, list(job_ids))
+        return _places(job_ids, cast("list[bytes | None]", texts))
 
-    def ended(self, *, before_s: float, limit: int) -> Sequence[str]:
-        """Return the ids of jobs that ended before a time, oldest first."""
+    def _created(self, record: JobRecord, idempotency_key: str | None) -> JobRecord | None:
+        """Return what `record` was stored as before, under its key or under its own id."""
+        if idempotency_key:
+            earlier = self.posted(
+                record.owner, idempotency_key=idempotency_key, spec_digest=record.spec_digest
+            )
+            if earlier:
+                return earlier
+        return self.get(record.id)
 
-    def forget(self, job_id: str) -> None:
-        """Remove all that is known of a job that has ended."""
+    def _many(self, ids: Sequence[bytes]) -> list[JobRecord]:
+        if not ids:
+            return []
+        texts = cast(Any, self._redis.mget([job_key(i.decode()) for i in ids]))
+        return [r for r in map(self._read, (i.decode() for i in ids), texts) if r is not None]
 
-    def result_bytes(self) -> Mapping[str, int]:
-        """Return what the results of every owner take on disk."""
+    def _read(self, job_id: str, text: bytes | None) -> JobRecord | None:
+        """Return the record; a damaged one is set aside, and its job failed."""
+        try:
+            return read_record(text)
+        except ValueError as error:
+            return self._fail_damaged(job_id, error)
 
-    def memory(self) -> Memory:
-        """Return how much memory the store takes, and may take."""
+    def _fail_damaged(self, job_id: str, reason: ValueError) -> JobRecord | None:
+        owner = self._owner_of(job_id)
+        while True:
+            text = cast("bytes | None", self._redis.get(job_key(job_id)))
+            with suppress(ValueError):
+                return read_record(text)  # another process was faster
+            assert text is not None
+            record = failed_record(job_id, text, reason=reason, owner=owner, now_s=time.time())
+            pipe = self._redis.pipeline()
+            pipe.hset(SET_ASIDE, job_id, cast(Any, text))
+            changes.write(pipe, None, record)
+            if self._commands.run(pipe, where={job_key(job_id): text}):
+                return record
 
-    def ping(self) -> None:
-        """Raise what the store raises if it does not answer."""
+    def _owner_of(self, job_id: str) -> str | None:
+        """Look the job up in the owners' indices, for its record does not tell."""
+        owners = self.owners()
+        return next((o for o in owners if self._redis.zscore(owner_key(o), job_id)), None)
+
+
+def _places(job_ids: Sequence[str], texts: Sequence[bytes | None]) -> dict[str, Place]:
+    pairs = zip(job_ids, texts, strict=True)
+    return {job_id: Place.from_json(text) for job_id, text in pairs if text is not None}
 
 
 def check_same_spec(key: str, *, stored: str, posted: str) -> None:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import re
 import secrets
-import threading
-from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, cast
 
 import redis
 import rq
@@ -36,24 +34,8 @@ class Turn(NamedTuple):
     attempt: int
 
 
-class Turns(Protocol):
-    """The short list that workers take jobs from."""
-
-    def feed(self, turn: Turn) -> None:
-        """Append a turn."""
-
-    def take_back(self) -> None:
-        """Remove the turns that nobody has taken yet."""
-
-    def withdraw(self, turn: Turn) -> bool:
-        """Remove one turn; False if somebody has taken it."""
-
-    def waiting(self) -> Sequence[Turn]:
-        """Return the turns that nobody has taken yet, next first."""
-
-
-class RqTurns:
-    """Implements `Turns` with RQ."""
+class Turns:
+    """The short list that workers take jobs from: that of RQ."""
 
     def __init__(self, connection: redis.Redis) -> None:
         self._redis = connection
@@ -61,6 +43,7 @@ class RqTurns:
         self._commands = ConditionalCommands(connection, over_bound=True)
 
     def feed(self, turn: Turn) -> None:
+        """Append a turn."""
         # The same turn may be fed twice. RQ must not take the second for the first, so each has an
         # id of its own.
         rq_id = f"{turn.job_id}-{turn.attempt}-{secrets.token_hex(OWN_BYTES)}"
@@ -69,9 +52,11 @@ class RqTurns:
         self._commands.run(pipe, where={})
 
     def take_back(self) -> None:
+        """Remove the turns that nobody has taken yet."""
         self._queue.empty()  # type: ignore[no-untyped-call]  # RQ does not annotate it
 
     def withdraw(self, turn: Turn) -> bool:
+        """Remove one turn; False if somebody has taken it."""
         removed = 0
         for rq_id in [rq_id for rq_id in self._queue.get_job_ids() if turn_of(rq_id) == turn]:
             # A worker takes a turn by one command, too: it is either in the list or taken.
@@ -79,40 +64,13 @@ class RqTurns:
         return removed > 0
 
     def waiting(self) -> Sequence[Turn]:
+        """Return the turns that nobody has taken yet, next first."""
         return [turn for turn in map(turn_of, self._queue.get_job_ids()) if turn is not None]
 
-
-class MemoryTurns:
-    """The in-memory twin, whose worker calls `take`."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[Turn] = deque()
-        self._fed = threading.Condition()
-
-    def feed(self, turn: Turn) -> None:
-        with self._fed:
-            self._waiting.append(turn)
-            self._fed.notify()
-
-    def take_back(self) -> None:
-        with self._fed:
-            self._waiting.clear()
-
-    def withdraw(self, turn: Turn) -> bool:
-        with self._fed:
-            before = len(self._waiting)
-            self._waiting = deque(waiting for waiting in self._waiting if waiting != turn)
-            return len(self._waiting) < before
-
-    def waiting(self) -> Sequence[Turn]:
-        with self._fed:
-            return list(self._waiting)
-
     def take(self, *, wait_s: float) -> Turn | None:
-        """Take the next turn, or None if none came within `wait_s`."""
-        with self._fed:
-            self._fed.wait_for(lambda: bool(self._waiting), timeout=wait_s)
-            return self._waiting.popleft() if self._waiting else None
+        """Take the next turn, for a worker that is not RQ's; None if none came within `wait_s`."""
+        taken = self._redis.blpop([self._queue.key], timeout=wait_s)
+        return None if taken is None else turn_of(cast(bytes, taken[1]).decode())
 
 
 def turn_of(rq_id: str) -> Turn | None:

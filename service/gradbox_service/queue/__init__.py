@@ -10,5 +10,4 @@ To read in this order:
     short_list    the turns in RQ's list, and those that were lost
     places        where those stand who are told, for whom they wait and about how long
     dispatch      feeds turns, and puts back what a lost worker held
-    leadership    the lock of the one service process that does so
 """

@@ -20,8 +20,8 @@ from typing import Final, NamedTuple, Protocol
 from gradbox.protocol import JobState
 from gradbox_service.accounting.usage import HOUR_S, Usage
 from gradbox_service.jobs import Change, JobRecord, Records
+from gradbox_service.jobs.changes import MAX_CHANGES
 from gradbox_service.jobs.charges import charge_of
-from gradbox_service.jobs.redis_changes import MAX_CHANGES
 from gradbox_service.queue.shares import HALF_LIVES_READ, Durations, Shares
 from gradbox_service.queue.waiting import Waiting
 

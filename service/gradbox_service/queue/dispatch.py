@@ -18,13 +18,12 @@ from functools import partial
 
 import redis
 
-from gradbox_service.accounting.usage import Usage
-from gradbox_service.fleet import Fleet, WorkerPresence
-from gradbox_service.fleet.operation import MemoryOperation, Operation
-from gradbox_service.jobs import JobRecord, Records, Turns
+from gradbox_service.backing import Backing
+from gradbox_service.database.leadership import LEADER_TTL_S
+from gradbox_service.fleet import WorkerPresence
+from gradbox_service.jobs import JobRecord
 from gradbox_service.queue.active_jobs import ActiveJobs, ReadChanges
 from gradbox_service.queue.choice import Choice
-from gradbox_service.queue.leadership import LEADER_TTL_S, Leadership
 from gradbox_service.queue.places import Places
 from gradbox_service.queue.short_list import TURN_GRACE_S, ShortList
 from gradbox_service.repeating_thread import RepeatingThread
@@ -45,13 +44,8 @@ class Dispatcher(RepeatingThread):
 
     def __init__(
         self,
-        records: Records,
-        turns: Turns,
-        fleet: Fleet,
-        leadership: Leadership,
+        box: Backing,
         *,
-        operation: Operation | None = None,
-        usage: Usage | None = None,
         turn_grace_s: float = TURN_GRACE_S,
         half_life_s: float = HALF_LIFE_S,
         clock: Callable[[], float] = time.time,
@@ -62,23 +56,24 @@ class Dispatcher(RepeatingThread):
 
         Args:
             changes: see `ActiveJobs`.
-            usage: what owners used before this process led.
             half_life_s: when a device second counts half.
             clock: tells the time in which device seconds are counted.
             ended: called once with every job that ends while this process leads.
         """
         super().__init__("dispatcher")
         self.jobs = ActiveJobs(
-            records, usage, half_life_s=half_life_s, clock=clock, ended=ended, changes=changes
+            box.records,
+            box.usage,
+            half_life_s=half_life_s,
+            clock=clock,
+            ended=ended,
+            changes=changes,
         )
         self.leads = False  # holds the lock, and has read what there was when it began to
-        self._list = ShortList(turns, self.jobs, grace_s=turn_grace_s, clock=clock)
+        self._list = ShortList(box.turns, self.jobs, grace_s=turn_grace_s, clock=clock)
         self._choice = Choice(self.jobs, clock=clock)
-        self._places = Places(records)
-        self._records = records
-        self._fleet = fleet
-        self._leadership = leadership
-        self._operation = operation or MemoryOperation()
+        self._places = Places(box.records)
+        self._box = box
         self._hold: str | None = None  # why no job is handed to a worker, if none is
         self._workers: Sequence[WorkerPresence] = ()
         # By the monotonic clock: when the lock was last renewed, and when what is to be looked at.
@@ -116,7 +111,7 @@ class Dispatcher(RepeatingThread):
     def _run(self) -> None:
         super()._run()
         try:
-            self._leadership.release()
+            self._box.leadership.release()
         except redis.RedisError as error:
             log.info("the leader's lock was not given back (%s); it ends by itself", error)
 
@@ -138,7 +133,7 @@ class Dispatcher(RepeatingThread):
         now = time.monotonic()
         if self.leads and now - self._held_at < LEADER_RENEWAL_S:
             return True
-        held, self._held_at = self._leadership.hold(ttl_s=LEADER_TTL_S), now
+        held, self._held_at = self._box.leadership.hold(ttl_s=LEADER_TTL_S), now
         if held and not self.leads:
             self._list.forget()
             self.jobs.begin()
@@ -157,8 +152,8 @@ class Dispatcher(RepeatingThread):
             return
         if now >= self._box_due_at:
             self._box_due_at = now + TICK_S
-            self._hold = self._operation.read().hold
-            self._workers = self._fleet.workers()
+            self._hold = self._box.operation.read().hold
+            self._workers = self._box.fleet.workers()
         self._feed()
         self._places.tell(
             self.jobs,
@@ -171,14 +166,14 @@ class Dispatcher(RepeatingThread):
         lost = [
             record
             for record in self.jobs.running
-            if not self._records.leased(record.id, attempt=record.attempt)
+            if not self._box.records.leased(record.id, attempt=record.attempt)
         ]
         for record in lost:
             log.warning("job %s: attempt %d lost: %s", record.id, record.attempt, LOST)
             lose = partial(
                 JobRecord.requeue, attempt=record.attempt, reason=LOST, now_s=time.time()
             )
-            self._records.update(record.id, lose)
+            self._box.records.update(record.id, lose)
         self.jobs.read([record.id for record in lost])
 
     def _feed(self) -> None:

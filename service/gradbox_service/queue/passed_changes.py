@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 
 from gradbox_service.jobs import Change, JobRecord
-from gradbox_service.jobs.redis_changes import MAX_CHANGES
+from gradbox_service.jobs.changes import MAX_CHANGES
 
 
 class PassedChanges:

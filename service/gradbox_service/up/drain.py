@@ -9,8 +9,8 @@ import redis
 
 from gradbox.protocol import JobState, OperationMode, OperationView
 from gradbox_service.database.connection import connect
-from gradbox_service.fleet.operation import RedisOperation
-from gradbox_service.jobs import RedisRecords
+from gradbox_service.fleet.operation import Operation
+from gradbox_service.jobs import Records
 
 LOOK_S: Final = 0.5
 ANSWER_S: Final = 5.0
@@ -21,7 +21,7 @@ class Drain:
 
     def __init__(self, redis_url: str) -> None:
         self._connection = connect(redis_url, retries=0, timeout_s=ANSWER_S)
-        self._operation = RedisOperation(self._connection)
+        self._operation = Operation(self._connection)
         self._next_look_s = 0.0
 
     def close(self) -> None:
@@ -44,7 +44,7 @@ class Drain:
         try:
             if self._operation.read().mode is not OperationMode.DRAINING:
                 return False
-            active = RedisRecords(self._connection).active()
+            active = Records(self._connection).active()
         except redis.RedisError:  # it is started again, or refuses for now
             return False
         return not any(record.state is JobState.RUNNING for record in active)

@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from gradbox_service.database.connection import connect
-from gradbox_service.fleet.workers import RedisFleet, unusable_models
+from gradbox_service.fleet.workers import Fleet, unusable_models
 from gradbox_service.http.listening import is_loopback
 
 
@@ -40,7 +40,7 @@ def left_out(redis_url: str) -> list[str]:
     """Return a line for each model that could not be built; the others are served."""
     connection = connect(redis_url)
     try:
-        unusable = unusable_models(RedisFleet(connection).workers())
+        unusable = unusable_models(Fleet(connection).workers())
     finally:
         connection.close()
     return [

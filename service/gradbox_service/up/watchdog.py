@@ -23,7 +23,7 @@ from typing import Final
 import redis
 
 from gradbox_service.database.connection import connect
-from gradbox_service.fleet.workers import RedisFleet
+from gradbox_service.fleet.workers import Fleet
 from gradbox_service.repeating_thread import RepeatingThread
 
 SERVICE: Final = "service"
@@ -52,7 +52,7 @@ class Watchdog(RepeatingThread):
         super().__init__("watchdog")
         self._url = url
         self._connection = connect(redis_url, retries=0, timeout_s=ANSWER_S)
-        self._fleet = RedisFleet(self._connection)
+        self._fleet = Fleet(self._connection)
         self._workers = list(workers)
         self._heard: dict[str, float] = {}
         self._num_unanswered: Counter[str] = Counter()  # in a row, by part

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gradbox.protocol import ModelView
 from gradbox_service.fleet import Fleet
-from gradbox_service.jobs import MemoryTurns, Records
+from gradbox_service.jobs import Records, Turns
 from gradbox_service.store import BlobStore, ResultStore
 from gradbox_worker.computations.execution import Execution, StopNow
 from gradbox_worker.computations.kept_graphs import KeptGraphs
@@ -85,7 +85,7 @@ class InlineWorker:
         models_file: Path,
         *,
         records: Records,
-        turns: MemoryTurns,
+        turns: Turns,
         fleet: Fleet,
         blobs: BlobStore,
         results: ResultStore,

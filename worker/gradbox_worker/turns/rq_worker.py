@@ -27,8 +27,8 @@ from rq.worker.base import WorkerStatus
 
 from gradbox.protocol import ModelView
 from gradbox_service.database.refusals import store_refuses, unless_refused
-from gradbox_service.fleet import RedisFleet
-from gradbox_service.jobs import QUEUE, SERIALIZER, RedisRecords
+from gradbox_service.fleet import Fleet
+from gradbox_service.jobs import QUEUE, SERIALIZER, Records
 from gradbox_service.store import ResultStore
 from gradbox_worker.device import DeviceProcess, Trial
 from gradbox_worker.errors import DeviceNotStarted, ModelsFileError, WorkerError
@@ -94,10 +94,10 @@ class GradboxWorker(BookkeepingWorker):
         )
         self.failure: DeviceNotStarted | None = None  # why the worker ended by itself
         self._device = device
-        fleet = RedisFleet(connection)
+        fleet = Fleet(connection)
         self._announcer = Announcer(fleet, name=name)
         self._runner = TurnRunner(
-            records=RedisRecords(connection),
+            records=Records(connection),
             results=results,
             device=device,
             worker=name,

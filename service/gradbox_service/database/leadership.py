@@ -1,9 +1,8 @@
-"""One of several service processes feeds the queue: whoever holds this lock."""
+"""One of several service processes feeds the queue and cleans: whoever holds this lock."""
 
 from __future__ import annotations
 
 import secrets
-from typing import Protocol
 
 import redis
 
@@ -14,18 +13,8 @@ LEADER = "gradbox:leader"
 LEADER_TTL_S = 5.0
 
 
-class Leadership(Protocol):
-    """A lock that ends by itself."""
-
-    def hold(self, *, ttl_s: float) -> bool:
-        """Take or renew the lock for `ttl_s`; False if another process holds it."""
-
-    def release(self) -> None:
-        """Give the lock back, if it is held."""
-
-
-class RedisLeadership:
-    """Implements `Leadership` with a key that holds a token, which tells one process from others.
+class Leadership:
+    """A lock that ends by itself: a key that holds a token, which tells one process from others.
 
     The threads of a process share it: it is the process that leads. It can be taken also where
     Redis has as much memory as it may, for who leads is who makes room.
@@ -37,9 +26,11 @@ class RedisLeadership:
         self._token = secrets.token_hex(16)
 
     def hold(self, *, ttl_s: float) -> bool:
+        """Take or renew the lock for `ttl_s`; False if another process holds it."""
         return any(self._set(ttl_s, where=held_by) for held_by in (self._token, ""))
 
     def release(self) -> None:
+        """Give the lock back, if it is held."""
         pipe = self._redis.pipeline()
         pipe.delete(LEADER)
         self._commands.run(pipe, where={LEADER: self._token})
@@ -48,13 +39,3 @@ class RedisLeadership:
         pipe = self._redis.pipeline()
         pipe.set(LEADER, self._token, px=int(ttl_s * 1000))
         return self._commands.run(pipe, where={LEADER: where})
-
-
-class SoleLeadership:
-    """The twin for a service that is alone with its memory."""
-
-    def hold(self, *, ttl_s: float) -> bool:
-        return True
-
-    def release(self) -> None:
-        """There is nobody to give it to."""

@@ -1,7 +1,8 @@
-"""How a change of a record is written to Redis: record, indices, sums, use, event and change.
+"""What a change of a job's record says, and how it is written to Redis.
 
-Each function that takes a pipeline appends commands to it; its caller sends them as a transaction.
-`event_in` and `change_in` read the entries of the two streams back.
+A change writes record, indices, sums, use, the event for those who watch the job, and one entry in
+the stream of all changes. Each function that takes a pipeline appends commands to it; its caller
+sends them as a transaction. `event_in` and `change_in` read the entries of the two streams back.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import hashlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
 
 import redis
 from redis.client import Pipeline
@@ -19,10 +21,7 @@ from gradbox.protocol import JobState
 from gradbox_service.accounting import usage
 from gradbox_service.jobs.charges import charge_of
 from gradbox_service.jobs.damaged import read_record
-from gradbox_service.jobs.events import event_of, parse_id, state_event
-from gradbox_service.jobs.place import Place
-from gradbox_service.jobs.record import JobRecord
-from gradbox_service.jobs.records import MAX_EVENTS, Change, Event
+from gradbox_service.jobs.record import JobRecord, Place
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +36,46 @@ OWNERS = "gradbox:owners"
 POSTED = "gradbox:posted"
 CHANGES = "gradbox:changes"
 RESULT_BYTES = "gradbox:result-bytes"
+# A job's stream keeps about this many events. A reader that missed older ones misses nothing: the
+# newest state is always among the kept.
+MAX_EVENTS = 1000
 MAX_CHANGES = 10_000
 # A larger record is not told with its change: the stream is to stay within a few MB.
 MAX_TOLD_BYTES = 2048
+
+
+@dataclass(frozen=True)
+class Event:
+    """One entry of a job's stream.
+
+    Attributes:
+        id: grows along the stream; `after=id` reads on behind it.
+        kind: `state` (data is a JobView) or `progress` (data is a ProgressView).
+        data: JSON.
+        final: whether this is the job's last event.
+    """
+
+    id: str
+    kind: Literal["state", "progress"]
+    data: str
+    final: bool = False
+
+
+@dataclass(frozen=True)
+class Change:
+    """Says that something about a job is new; what it is stands in the job's own stream.
+
+    `final` is set where the job has ended. `record` is how the change left the job's record; None
+    where it has to be read: it was large, or an earlier version of gradbox made the change.
+
+    Three are about no job: `worker`, that one announced something, `wake`, which ends every wait,
+    and `missed`, that changes were trimmed before this reader came to them.
+    """
+
+    job_id: str
+    kind: Literal["state", "progress", "position", "worker", "wake", "missed"]
+    final: bool = False
+    record: JobRecord | None = None
 
 
 def write(pipe: Pipeline, before: JobRecord | None, after: JobRecord) -> None:
@@ -135,6 +171,36 @@ def ring(
 def grant(pipe: Pipeline, job_id: str, *, attempt: int, lease_s: float) -> None:
     """Renew an attempt's lease."""
     pipe.set(lease_key(job_id, attempt), 1, px=max(1, int(lease_s * 1000)))
+
+
+def event_of(before: JobRecord | None, after: JobRecord) -> Event | None:
+    """Return the event of a change, without its id; None for a change after the job's end.
+
+    A result may be deleted then; the final state is told once, and is the stream's last event.
+    """
+    if before is not None and before.state.final:
+        return None
+    if before is not None and replace(before, progress=after.progress) == after and after.progress:
+        return Event("", "progress", after.progress.model_dump_json())
+    return state_event(after)
+
+
+def state_event(record: JobRecord, *, place: Place | None = None) -> Event:
+    """Return the event that tells a job's state, without its id."""
+    view = record.view(place=place)
+    return Event("", "state", view.model_dump_json(), record.state.final)
+
+
+def parse_id(event_id: str | None) -> tuple[int, int]:
+    """Return an event's id as numbers that can be compared; (0, 0) for one that is no id."""
+    first, _, second = (event_id or "").partition("-")
+    if not _is_number(first) or (second and not _is_number(second)):
+        return (0, 0)
+    return (int(first), int(second or 0))
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 19
 
 
 def event_in(entry_id: bytes, fields: Mapping[bytes, bytes]) -> Event | None:
