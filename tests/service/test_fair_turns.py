@@ -285,7 +285,7 @@ def test_ends_among_changes_that_were_trimmed_are_noted_once(
 def test_what_no_change_told_is_found_by_comparing(
     redis_settings: Settings, connection: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradbox_service.queue.active_jobs.COMPARE_S", 0.0)
+    monkeypatch.setattr("gradbox_service.queue.following.COMPARE_S", 0.0)
     box = Backing.on_redis(redis_settings)
     dispatcher = dispatcher_of(box)
     dispatcher.tick()

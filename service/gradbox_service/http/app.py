@@ -40,7 +40,7 @@ from gradbox_service.http.routes import (
 )
 from gradbox_service.http.small_bodies import SmallBodies
 from gradbox_service.queue.dispatch import Dispatcher
-from gradbox_service.queue.passed_changes import PassedChanges
+from gradbox_service.queue.following import PassedChanges
 from gradbox_service.settings import Settings
 from gradbox_service.store.files import make_folder
 from gradbox_service.watching.metrics import Metrics

@@ -22,8 +22,9 @@ from gradbox_service.backing import Backing
 from gradbox_service.database.leadership import LEADER_TTL_S
 from gradbox_service.fleet import WorkerPresence
 from gradbox_service.jobs import JobRecord
-from gradbox_service.queue.active_jobs import ActiveJobs, ReadChanges
+from gradbox_service.queue.active_jobs import ActiveJobs
 from gradbox_service.queue.choice import Choice
+from gradbox_service.queue.following import Following, ReadChanges
 from gradbox_service.queue.places import Places
 from gradbox_service.queue.short_list import TURN_GRACE_S, ShortList
 from gradbox_service.repeating_thread import RepeatingThread
@@ -55,16 +56,17 @@ class Dispatcher(RepeatingThread):
         """Hold no job yet.
 
         Args:
-            changes: see `ActiveJobs`.
+            changes: see `Following`.
             half_life_s: when a device second counts half.
             clock: tells the time in which device seconds are counted.
             ended: called once with every job that ends while this process leads.
         """
         super().__init__("dispatcher")
-        self.jobs = ActiveJobs(
-            box.records,
-            box.usage,
-            half_life_s=half_life_s,
+        self.jobs = ActiveJobs(half_life_s=half_life_s, clock=clock)
+        self.following = Following(
+            self.jobs,
+            records=box.records,
+            usage=box.usage,
             clock=clock,
             ended=ended,
             changes=changes,
@@ -90,7 +92,7 @@ class Dispatcher(RepeatingThread):
         """Act once, at once and on all there is; the running dispatcher waits for changes first."""
         self._leases_due_at = self._box_due_at = 0.0
         if self._lead():
-            self.jobs.sync()
+            self.following.sync()
             self._act()
 
     def _step(self) -> None:
@@ -122,7 +124,7 @@ class Dispatcher(RepeatingThread):
             return
         deadline = time.monotonic() + TICK_S
         while (left := deadline - time.monotonic()) > 0 and not self._stopping.is_set():
-            found = self.jobs.sync(wait_s=left)
+            found = self.following.sync(wait_s=left)
             if found.box:
                 self._box_due_at = 0.0
             if found.jobs:
@@ -136,7 +138,7 @@ class Dispatcher(RepeatingThread):
         held, self._held_at = self._box.leadership.hold(ttl_s=LEADER_TTL_S), now
         if held and not self.leads:
             self._list.forget()
-            self.jobs.begin()
+            self.following.begin()
             self._box_due_at = 0.0
         self.leads = held
         return held
@@ -174,13 +176,13 @@ class Dispatcher(RepeatingThread):
                 JobRecord.requeue, attempt=record.attempt, reason=LOST, now_s=time.time()
             )
             self._box.records.update(record.id, lose)
-        self.jobs.read([record.id for record in lost])
+        self.following.read([record.id for record in lost])
 
     def _feed(self) -> None:
         """Have a turn in the list for each idle worker, or one for whoever is idle first."""
         if self._hold is not None:
             self._list.empty()
-        self._list.look()
+        self.following.read(self._list.look())  # the turn may be taken, and the change lost
         if self._hold is not None:
             return
         idle = [worker for worker in self._workers if worker.state == "idle"]

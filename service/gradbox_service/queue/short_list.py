@@ -52,8 +52,8 @@ class ShortList:
         """Know of no turn any more: another process may have fed the list."""
         self._in_list, self._fed = [], {}
 
-    def look(self) -> None:
-        """Read the list, and note which jobs have a turn and which have lost theirs."""
+    def look(self) -> Sequence[str]:
+        """Read the list, and note which jobs have a turn; return those that have lost theirs."""
         now = time.monotonic()
         # Fed twice, or for a job that has ended or runs, a turn does no harm and counts for none.
         self._in_list = [turn for turn in dict.fromkeys(self._turns.waiting()) if self._due(turn)]
@@ -68,11 +68,11 @@ class ShortList:
         lost = [record.id for record in self._jobs.fed if record.id not in have_turns]
         for job_id in lost:
             self._jobs.note_unfed(job_id)
-        self._jobs.read(lost)  # the turn may have been taken, and the change lost
         for job_id in have_turns - {record.id for record in self._jobs.fed}:
             record = self._jobs.queued(job_id)
             if record is not None:
                 self._jobs.note_fed(record)
+        return lost
 
     def feed(self, record: JobRecord) -> None:
         """Append the turn of a job that waits."""

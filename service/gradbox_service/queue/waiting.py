@@ -52,26 +52,28 @@ class Waiting:
             key: of an owner; less goes first. `move` has to be called when it changed.
         """
         self._key = key
-        self._records: dict[str, JobRecord] = {}
+        self.records: dict[str, JobRecord] = {}  # by id
         self._levels: dict[int, _Level] = {}
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self.records)
 
-    def __contains__(self, job_id: str) -> bool:
-        return job_id in self._records
+    def clear(self) -> None:
+        """Hold no job any more."""
+        self.records.clear()
+        self._levels.clear()
 
     def add(self, record: JobRecord) -> None:
         """Add a job, in place of the record of it that is here."""
         self.remove(record.id)
-        self._records[record.id] = record
+        self.records[record.id] = record
         level = self._levels.setdefault(record.priority, _Level())
         level.lines.setdefault(record.owner, SortedList()).add(_age(record))
         level.list(record.owner, self._key(record.owner))
 
     def remove(self, job_id: str) -> None:
         """Remove a job if it is here."""
-        record = self._records.pop(job_id, None)
+        record = self.records.pop(job_id, None)
         if record is None:
             return
         level = self._levels[record.priority]
@@ -112,7 +114,7 @@ class Waiting:
                     following = next(unopened, None)
                     continue
                 key, age, owner, line = heap[0]
-                record = self._records[age[1]]
+                record = self.records[age[1]]
                 yield record
                 more = cost(record)
                 spent[owner] = spent.get(owner, 0.0) + more

@@ -45,7 +45,7 @@ class BoxCollector(Collector):
         yield _gauge(
             "gradbox_dispatcher_lag_seconds",
             "Between the last change of a job and when the dispatcher read it",
-            self.dispatcher.jobs.lag_s,
+            self.dispatcher.following.lag_s,
         )
         yield _by_user("gradbox_queued_jobs", "Jobs that wait", _counted(queued))
         yield _by_user("gradbox_running_jobs", "Jobs that run", _counted(running))

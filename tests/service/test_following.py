@@ -9,7 +9,7 @@ from gradbox_service.backing import Backing
 from gradbox_service.jobs import Change, JobRecord
 from gradbox_service.jobs.changes import MAX_CHANGES
 from gradbox_service.queue.active_jobs import ActiveJobs
-from gradbox_service.queue.passed_changes import PassedChanges
+from gradbox_service.queue.following import Following, PassedChanges, ReadChanges
 from tests.service.boxes import a_record
 
 
@@ -51,22 +51,28 @@ def test_a_posted_job_is_told_before_its_change_is_read() -> None:
     assert passed.changes("0-0", wait_s=0.0) == ("0-0", [Change("job1", "state", record=record)])
 
 
-def reading(box: Backing, *told: JobRecord) -> ActiveJobs:
+def following(box: Backing, changes: ReadChanges) -> tuple[ActiveJobs, Following]:
+    """Return active jobs, and what follows these changes for them, begun."""
+    jobs = ActiveJobs(half_life_s=60.0, clock=time.time)
+    found = Following(jobs, records=box.records, usage=box.usage, changes=changes)
+    found.begin()
+    return jobs, found
+
+
+def reading(box: Backing, *told: JobRecord) -> tuple[ActiveJobs, Following]:
     """Return the active jobs of a stream that tells these records, one at a read."""
     left = [Change(record.id, "state", record.state.final, record) for record in told]
 
     def changes(after: str | None, *, wait_s: float) -> tuple[str, list[Change]]:
         return "0-0", [] if after is None else [left.pop(0)]
 
-    jobs = ActiveJobs(box.records, box.usage, half_life_s=60.0, clock=time.time, changes=changes)
-    jobs.begin()
-    return jobs
+    return following(box, changes)
 
 
 def test_what_is_known_already_is_nothing_new(backing: Backing) -> None:
-    jobs = reading(backing, a_record(), a_record())
-    assert jobs.sync().jobs
-    assert not jobs.sync().jobs
+    _, follower = reading(backing, a_record(), a_record())
+    assert follower.sync().jobs
+    assert not follower.sync().jobs
 
 
 def test_an_older_record_does_not_take_the_place_of_a_newer(backing: Backing) -> None:
@@ -75,28 +81,21 @@ def test_an_older_record_does_not_take_the_place_of_a_newer(backing: Backing) ->
     assert running is not None
     again = running.requeue(attempt=1, reason="lost", now_s=3.0)
     assert again is not None
-    jobs = reading(backing, again, running, queued)
+    jobs, follower = reading(backing, again, running, queued)
     for _ in range(3):
-        jobs.sync()
+        follower.sync()
     assert jobs.queued("job1") == again
     assert not jobs.running
 
 
 def test_a_job_told_late_by_who_took_it_does_not_hide_that_it_runs(backing: Backing) -> None:
     passed = PassedChanges()
-    jobs = ActiveJobs(
-        backing.records,
-        backing.usage,
-        half_life_s=60.0,
-        clock=time.time,
-        changes=passed.changes,
-    )
-    jobs.begin()
+    jobs, follower = following(backing, passed.changes)
     queued = a_record()
     running = queued.begin(worker="w", now_s=2.0)
     passed.pass_on("2-0", [Change("job1", "state", record=running)])
     passed.tell(queued)
-    jobs.sync()
+    follower.sync()
     assert list(jobs.running) == [running]
 
 
@@ -104,9 +103,9 @@ def test_the_end_of_a_job_is_not_undone_by_what_came_before(backing: Backing) ->
     queued = a_record(created_s=time.time())
     over = queued.request_cancel(now_s=time.time() + 1.0)
     assert over is not None
-    jobs = reading(backing, queued, over, queued)
+    jobs, follower = reading(backing, queued, over, queued)
     for _ in range(3):
-        jobs.sync()
+        follower.sync()
     assert jobs.snapshot() == ([], [])
 
 

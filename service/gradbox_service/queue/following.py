@@ -1,0 +1,192 @@
+"""Keeps the active jobs up to date by the stream of changes.
+
+Records are the truth. A change tells the record that it left, or its record is read again.
+Everything is read when this process begins to lead and after entries of the stream were trimmed
+unread; what still slips through (a change that no entry tells) is found by comparing ids now and
+then.
+
+The process has one reader of the stream, which passes on what it has read (`PassedChanges`): a
+second would cost a blocking command, and a thread's wait in it, for every change.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Final, NamedTuple, Protocol
+
+from gradbox_service.accounting.usage import HOUR_S, Usage
+from gradbox_service.jobs import Change, JobRecord, Records
+from gradbox_service.jobs.changes import MAX_CHANGES
+from gradbox_service.queue.active_jobs import ActiveJobs
+from gradbox_service.queue.shares import HALF_LIVES_READ
+
+COMPARE_S: Final = 30.0
+READ_AT_ONCE: Final = 500
+
+
+class ReadChanges(Protocol):
+    """Reads changes as `Records.changes` does."""
+
+    def __call__(self, after: str | None, *, wait_s: float) -> tuple[str, Sequence[Change]]: ...
+
+
+class FoundNew(NamedTuple):
+    """Whether a read of the changes found something new."""
+
+    jobs: bool  # about a job's state, or everything was read again
+    box: bool  # about a worker, or about what the box's owner says
+
+
+class Following:
+    """Reads changes and records, and tells `ActiveJobs` what they say."""
+
+    def __init__(
+        self,
+        jobs: ActiveJobs,
+        *,
+        records: Records,
+        usage: Usage,
+        clock: Callable[[], float] = time.time,
+        ended: Callable[[JobRecord], None] = lambda _: None,
+        changes: ReadChanges | None = None,
+    ) -> None:
+        """Read nothing yet; `begin` comes first.
+
+        Args:
+            changes: where changes are read; the records' own stream if None.
+            ended: called once with every job that ends while this process leads.
+        """
+        self.lag_s = 0.0  # between the last change and when it was read here
+        self._jobs = jobs
+        self._records = records
+        self._usage = usage
+        self._clock = clock
+        self._ended = ended
+        self._changes = changes or records.changes
+        self._cursor: str | None = None
+        self._compared_at = 0.0
+        self._began_s = 0.0  # to lead
+        self._noted_ends: dict[str, None] = {}  # the newest last
+
+    def begin(self) -> None:
+        """Read everything, in place of what is known: this process leads from now on."""
+        self._began_s = self._clock()
+        self._load()
+
+    def sync(self, *, wait_s: float = 0.0) -> FoundNew:
+        """Read what changed, waiting for it."""
+        cursor, changes = self._changes(self._cursor, wait_s=wait_s)
+        kinds = {change.kind for change in changes}
+        if "missed" in kinds:
+            known = self._jobs.ids | {change.job_id for change in changes if change.final}
+            self._load()
+            self.read(known - self._jobs.ids)  # they have ended meanwhile
+            return FoundNew(jobs=True, box=True)
+        if cursor != self._cursor:
+            self._cursor = cursor
+            self._note_lag(cursor)
+        newest = {change.job_id: change.record for change in changes if change.kind == "state"}
+        unread = [job_id for job_id, record in newest.items() if record is None]
+        num_new = sum(self._note(record) for record in newest.values() if record is not None)
+        self.read(unread)
+        if time.monotonic() - self._compared_at > COMPARE_S:
+            self._compared_at = time.monotonic()
+            self.read(set(self._records.active_ids()) ^ self._jobs.ids)
+        wake = "wake" in kinds
+        return FoundNew(jobs=num_new > 0 or bool(unread) or wake, box=wake or "worker" in kinds)
+
+    def read(self, job_ids: Collection[str]) -> None:
+        """Read records again."""
+        ids = list(job_ids)
+        for start in range(0, len(ids), READ_AT_ONCE):
+            some = ids[start : start + READ_AT_ONCE]
+            found = {record.id: record for record in self._records.many(some)}
+            for job_id in some:
+                self._put(job_id, found.get(job_id))
+
+    def _load(self) -> None:
+        # The cursor first: a change while the rest is read is read again.
+        self._cursor, _ = self._changes(None, wait_s=0.0)
+        hour = int(self._clock() // HOUR_S)
+        first = hour - int(HALF_LIVES_READ * self._jobs.shares.half_life_s // HOUR_S) - 1
+        self._jobs.begin(self._usage.by_hour(first, hour))
+        for record in self._records.active():
+            self._jobs.put(record)
+        self._compared_at = time.monotonic()
+
+    def _note(self, record: JobRecord) -> bool:
+        """Put a record that a change told; False where it, or a newer one, is known."""
+        known = self._jobs.get(record.id)
+        if record.id in self._noted_ends or (
+            known is not None and (known.stage > record.stage or known == record)
+        ):
+            return False
+        self._put(record.id, record)
+        return True
+
+    def _put(self, job_id: str, record: JobRecord | None) -> None:
+        if record is not None and not record.state.final:
+            self._jobs.put(record)
+            return
+        self._jobs.remove(job_id, ended=record)
+        if record is not None:
+            self._note_end(record)
+
+    def _note_end(self, record: JobRecord) -> None:
+        """Call `ended` the first time that a job is seen to have ended since this process leads."""
+        since_lead = (record.finished_s or 0.0) >= self._began_s
+        if not since_lead or record.id in self._noted_ends:
+            return
+        self._noted_ends[record.id] = None
+        if len(self._noted_ends) > MAX_CHANGES:  # older changes are not read any more
+            del self._noted_ends[next(iter(self._noted_ends))]
+        self._ended(record)
+
+    def _note_lag(self, cursor: str) -> None:
+        milliseconds = cursor.partition("-")[0]
+        if len(milliseconds) > 10:  # an id of Redis begins with the time
+            self.lag_s = max(0.0, time.time() - int(milliseconds) / 1000)
+
+
+class PassedChanges:
+    """Holds what the process's one reader passed on until `changes` takes it."""
+
+    def __init__(self) -> None:
+        self._passed = threading.Condition()
+        self._untaken: list[Change] = []
+        self._cursor = "0-0"
+
+    def pass_on(self, cursor: str, changes: Sequence[Change]) -> None:
+        """Hand over what the reader has read, up to `cursor`.
+
+        More than anybody takes is forgotten, which the taker is told as of a stream that was
+        trimmed.
+        """
+        with self._passed:
+            self._cursor = cursor
+            self._untaken += changes
+            if len(self._untaken) > MAX_CHANGES:
+                self._untaken = [Change("", "missed")]
+            self._passed.notify()
+
+    def tell(self, record: JobRecord) -> None:
+        """Hand over a job that was posted in this process: its change follows, and tells no more.
+
+        So a job is handed to a worker without waiting for the reader.
+        """
+        with self._passed:
+            # First: whatever the reader has passed on about the job came after its post.
+            self._untaken.insert(0, Change(record.id, "state", record=record))
+            self._passed.notify()
+
+    def changes(self, after: str | None, *, wait_s: float) -> tuple[str, Sequence[Change]]:
+        """Wait for changes, as `Records.changes` does; behind `after` is what was not taken yet."""
+        with self._passed:
+            if after is None:
+                self._untaken.clear()
+            elif not self._untaken:
+                self._passed.wait(wait_s)
+            taken, self._untaken = self._untaken, []
+            return self._cursor, taken
