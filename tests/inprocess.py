@@ -110,6 +110,7 @@ class _Exchange:
         self._loop = loop
         self._request = request
         self._chunks: Iterator[bytes] = iter(request.stream)  # type: ignore[arg-type]
+        self._has_body = request.method != "HEAD"  # as a server
         self._body_ended = False
         self._closed = asyncio.Event()
         self._room = asyncio.Semaphore(MAX_WAITING_CHUNKS)
@@ -148,7 +149,7 @@ class _Exchange:
         if message["type"] == "http.response.start":
             self._status = message["status"]
             self.begun.set_result((self._status, list(message.get("headers", []))))
-        elif message["type"] == "http.response.body" and message.get("body"):
+        elif message["type"] == "http.response.body" and message.get("body") and self._has_body:
             await self._room.acquire()
             if self._closed.is_set():
                 raise OSError("the reader has gone")

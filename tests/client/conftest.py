@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gradbox_service.http.multipart import is_form, read_parts
+from gradbox_service.http.bodies import is_form, read_parts
 from gradbox_worker.demo.task import model_folder
 from tests.boxes import TestBox, running_box, twin_box
 from tests.cases import CASES

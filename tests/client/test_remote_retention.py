@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradbox import GradClient, Gradient
-from gradbox_service.http.multipart import is_form, read_parts
+from gradbox_service.http.bodies import is_form, read_parts
 from tests import case_models
 from tests.boxes import TestBox
 from tests.client.remote import NaiveModel

@@ -21,7 +21,7 @@ import torch
 from gradbox import GradClient, Gradient
 from gradbox.cli import main
 from gradbox.cli.down import holder_of
-from gradbox_service.up.part import LONGEST_LOG_BYTES
+from gradbox_service.up.processes import LONGEST_LOG_BYTES
 from tests.boxes import Up
 
 ZOO = Path(__file__).with_name("zoo.py")

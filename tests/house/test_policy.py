@@ -28,7 +28,6 @@ IMPORT_S = 0.15
 SHORT = {
     "client/gradbox_factors/slabs.py": "how all kinds of terms cut what is read once",
     "worker/gradbox_worker/computations/factors.py": "what jobs, tests and benchmarks write alike",
-    "service/gradbox_service/store/layout.py": "the folders that service and workers share",
 }
 # Classes of one name, each for the reason beside it: elsewhere one name means one thing.
 ONE_NAME = {

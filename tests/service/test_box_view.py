@@ -12,8 +12,7 @@ import pytest
 from safetensors.numpy import save
 
 from gradbox.protocol import BoxChange, BoxView, DeviceMemory, OperationView, UsageView
-from gradbox_service.dashboard.news import News
-from gradbox_service.dashboard.picture import MAX_WAITING
+from gradbox_service.dashboard.picture import MAX_WAITING, News
 from gradbox_service.fleet import WorkerPresence
 from gradbox_service.jobs import Place
 from tests.service.boxes import (

@@ -17,8 +17,7 @@ import redis
 from gradbox.protocol import JobSpec, parse_spec
 from gradbox_service.backing import Backing
 from gradbox_service.cleaning.cleaner import Cleaner
-from gradbox_service.cleaning.crowding import crowding
-from gradbox_service.cleaning.expiry import SPARED_S, Limits, Stored, expired
+from gradbox_service.cleaning.expiry import SPARED_S, Limits, Stored, crowding, expired
 from gradbox_service.jobs import JobRecord, Records
 from gradbox_service.jobs.records import Memory
 from gradbox_service.settings import DAY_S, Settings

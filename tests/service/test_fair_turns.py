@@ -15,9 +15,9 @@ from gradbox.protocol import DeviceMemory, JobState, ResultView
 from gradbox_service.backing import Backing
 from gradbox_service.fleet import WorkerPresence
 from gradbox_service.jobs import JobRecord, Place, Turn, changes
-from gradbox_service.queue.choice import MAX_PASSED_BY
 from gradbox_service.queue.dispatch import Dispatcher
 from gradbox_service.queue.shares import MAX_LEAD_S, Shares
+from gradbox_service.queue.short_list import MAX_PASSED_BY
 from gradbox_service.settings import Settings
 from tests.service.boxes import a_record, a_spec, announce, begin
 from tests.service.test_dispatch import queue, take_turns, waiting

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gradbox.errors import InvalidJob
-from gradbox_service.http.multipart import read_parts
+from gradbox_service.http.bodies import read_parts
 from gradbox_service.settings import Settings
 from tests.service.conftest import Box, serve
 from tests.service.test_one_trip import BOUNDARY, DATA, DIGEST, form, job_part, post

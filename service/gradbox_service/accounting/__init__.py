@@ -1,8 +1,7 @@
-"""What each owner used of a box, and what they keep there.
+"""What each owner used of a box, and which blobs are theirs.
 
 To read in this order:
 
     usage          device seconds, bytes of results and jobs by the hour; minutes of each worker
     blob_owners    who has sent which blob, and against whom it counts
-    own_blobs      the blobs as one owner sees them: what others sent is not there
 """

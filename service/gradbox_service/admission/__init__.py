@@ -7,14 +7,14 @@ worker's to judge. Nothing here knows HTTP.
 
 To read in this order:
 
-    posting, sent_blobs            the way of a body to a queued job, and of the blobs in it
-    limits, quota, shares          what one user may ask for, and have; what would be more than fits
-    admit                          the checks of all computations, and each one's own
-    model, tensors, references     what a spec names, found on this box
-    arguments, parameters, functions    does it fit together
+    posting                  the way of a body to a queued job, and of the blobs in it
+    limits, quota            what one user may ask for, and have; what would be more than fits
+    admit                    the checks of all computations, and each one's own
+    model, tensors           what a spec names, found on this box, and do the shards fit the model
+    parameters, functions    do names in `wrt` and `weights`, and graphs
     gradient, per_sample, mixed_gradient    what one computation alone has to fulfil
-    earlier_job                    a job that this one reads: the rows of `against`, for one
-    forward_job                    cotangents, and the job whose outputs they belong to
+    earlier_job              a job that this one reads: the rows of `against`, for one
+    forward_job              cotangents, and the job whose outputs they belong to
 """
 
 from gradbox_service.admission.posting import post

@@ -17,14 +17,12 @@ from gradbox.protocol import (
     PerSampleGradientSpec,
     SharedSpec,
 )
-from gradbox_service.accounting.own_blobs import OwnBlobs
+from gradbox_service.accounting.blob_owners import OwnBlobs
 from gradbox_service.admission import gradient, mixed_gradient, per_sample
-from gradbox_service.admission.arguments import check_groups
 from gradbox_service.admission.functions import check_readout
-from gradbox_service.admission.model import find_model
+from gradbox_service.admission.model import check_groups, find_model
 from gradbox_service.admission.parameters import check_weights, check_wrt
-from gradbox_service.admission.references import References, shared_references
-from gradbox_service.admission.tensors import TensorHeaders
+from gradbox_service.admission.tensors import References, TensorHeaders, shared_references
 from gradbox_service.fleet import Fleet, WorkerPresence
 
 

@@ -17,7 +17,7 @@ from gradbox.protocol import (
     option_names,
 )
 from gradbox.tensors.safetensors_header import TensorEntry
-from gradbox_service.accounting.own_blobs import OwnBlobs
+from gradbox_service.accounting.blob_owners import OwnBlobs
 from gradbox_service.admission.earlier_job import earlier_job, result_gone, result_header
 from gradbox_service.admission.tensors import FLOATING, TensorHeaders
 from gradbox_service.backing import Backing

@@ -10,12 +10,12 @@ from gradbox_service.admission.parameters import (
     check_input_gradients,
     check_wrt,
 )
-from gradbox_service.admission.references import (
+from gradbox_service.admission.tensors import (
     References,
+    TensorHeaders,
     function_references,
     named_references,
 )
-from gradbox_service.admission.tensors import TensorHeaders
 
 
 def references(spec: GradientSpec) -> References:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from gradbox.errors import InvalidInputs
 from gradbox.graphs.check import arguments_of, check_graph
 from gradbox.protocol import MixedGradientSpec, ModelView, TensorRef
-from gradbox_service.admission.references import (
+from gradbox_service.admission.tensors import (
+    FLOATING,
     References,
+    TensorHeaders,
     function_references,
     named_references,
 )
-from gradbox_service.admission.tensors import FLOATING, TensorHeaders
 
 
 def references(spec: MixedGradientSpec) -> References:

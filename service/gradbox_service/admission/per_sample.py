@@ -12,12 +12,12 @@ from gradbox.protocol import (
     TensorRef,
 )
 from gradbox_service.admission.parameters import check_shapes, matching, near_misses
-from gradbox_service.admission.references import (
+from gradbox_service.admission.tensors import (
     References,
+    TensorHeaders,
     function_references,
     named_references,
 )
-from gradbox_service.admission.tensors import TensorHeaders
 
 
 def references_of_gradient(spec: PerSampleGradientSpec) -> References:

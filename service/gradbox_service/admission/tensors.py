@@ -1,13 +1,39 @@
-"""The tensors that a job names, by the headers of their blobs."""
+"""Where a spec names tensors, and what they are by the headers of their blobs."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from gradbox.errors import InvalidInputs, MissingBlobs
-from gradbox.protocol import ShardRef, TensorRef
+from gradbox.protocol import ShardRef, SharedSpec, TensorRef, TracedFunction
 from gradbox.tensors.safetensors_header import SafetensorsHeader, TensorEntry
-from gradbox_service.accounting.own_blobs import OwnBlobs
+from gradbox_service.accounting.blob_owners import OwnBlobs
+
+References = Iterable[tuple[str, TensorRef]]
+"""Each reference to a single tensor, with the place in the spec where it stands."""
+
+
+def shared_references(spec: SharedSpec) -> References:
+    """Give the references of what all computations are told."""
+    for group in spec.inputs:
+        if group.order is not None:
+            yield f"inputs.{group.name}.order", group.order
+    yield from named_references("weights", spec.weights)
+    yield from function_references("readout", spec.readout)
+
+
+def function_references(place: str, function: TracedFunction | None) -> References:
+    """Give the references of a traced function, if there is one."""
+    if function is not None:
+        yield from named_references(f"{place}.tensors", function.tensors)
+
+
+def named_references(place: str, references: Mapping[str, object]) -> References:
+    """Give those entries that are tensors."""
+    for name, value in references.items():
+        if isinstance(value, TensorRef):
+            yield f"{place}.{name}", value
+
 
 # Opening a blob costs a file read here and a mapping in the worker.
 MAX_BLOBS = 10_000

@@ -20,17 +20,16 @@ from typing import TypeVar
 from gradbox.errors import BlobInUse
 from gradbox.protocol import JobSpec
 from gradbox_service.backing import Backing
-from gradbox_service.cleaning.crowding import crowding
 from gradbox_service.cleaning.expiry import (
     SETTLED_SPARED_S,
     SPARED_S,
     Limits,
     Stored,
+    crowding,
     expired,
 )
-from gradbox_service.cleaning.needed import Needed, named_in
+from gradbox_service.cleaning.needed import Needed, Spent, named_in, spent
 from gradbox_service.cleaning.removed import RemovedByHand
-from gradbox_service.cleaning.spent import Spent, spent
 from gradbox_service.cleaning.under_way import UnderWay
 from gradbox_service.database.leadership import LEADER_TTL_S
 from gradbox_service.database.refusals import unless_refused

@@ -1,22 +1,29 @@
-"""Which stored files go: by age, then by the room on the disk, by number.
+"""Which stored files go, by age, then by the room on the disk, by number; and whose records.
 
 A file's modification time is its last use: its bytes never change, and whoever uses it sets the
 time. Nothing here touches a disk.
 
 What was used within the last hour makes no room, for its job may be about to be posted, or its
 result about to be read. A loop that trains a model writes more than that in an hour, and would fill
-the disk for everybody. What it leaves behind goes first, at once (`spent`). Where the rest is not
-enough, blobs and results that were read go after a quarter of an hour: an owner's own for the
-quota, and for the disk those of whoever takes most.
+the disk for everybody. What it leaves behind goes first, at once (`needed.spent`). Where the rest
+is not enough, blobs and results that were read go after a quarter of an hour: an owner's own for
+the quota, and for the disk those of whoever takes most.
+
+Records of ended jobs go before their time where Redis fills up (`crowding`). Without it a user with
+a fast loop would fill Redis in hours, and new jobs be refused for everybody until records are old
+enough. Those of whoever has most jobs go, oldest first: others keep theirs.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final, Literal
+
+from gradbox_service.jobs import JobRecord, Records
 
 SPARED_S: Final = 3600.0
 SETTLED_SPARED_S: Final = 900.0
@@ -103,3 +110,31 @@ def _until_within(
             chosen.add(file)
             taken_bytes -= file.size_bytes
     return chosen
+
+
+# Of the memory that Redis may take: below what new jobs may fill.
+RECORDS_SHARE: Final = 0.6
+# That are looked at in one look; the rest waits for the next one.
+MAX_RECORDS: Final = 10_000
+
+
+def crowding(records: Records, *, may_go: Callable[[JobRecord], bool]) -> list[str]:
+    """Return the ids of jobs that are to be forgotten, so that Redis takes less than its share.
+
+    Args:
+        may_go: tells of a job whether nobody needs it any more.
+    """
+    memory = records.memory()
+    if memory.bound_bytes is None:
+        return []
+    excess_bytes = memory.used_bytes - RECORDS_SHARE * memory.bound_bytes
+    if excess_bytes <= 0:
+        return []
+    num_jobs = records.num_by_owner()
+    if not num_jobs:
+        return []
+    bytes_a_job = memory.used_bytes / sum(num_jobs.values())
+    most = max(num_jobs, key=lambda owner: (num_jobs[owner], owner))
+    looked_at = islice(records.oldest(most), MAX_RECORDS)
+    free = (record.id for record in looked_at if may_go(record))
+    return list(islice(free, math.ceil(excess_bytes / bytes_a_job)))

@@ -58,6 +58,9 @@ def show(
 ) -> int:
     """Print what blobs and results take, by owner, and what is left."""
     if ctx.invoked_subcommand is not None:
+        # What stands before `clean` or `verify` is meant for it as well.
+        before = {"redis_url": redis_url, "data": data, "json": json}
+        ctx.default_map = {ctx.invoked_subcommand: before}
         return DONE
     return _with_cleaner(lambda box, _: _print_owners(box, json=json), redis_url, data)
 
@@ -70,7 +73,6 @@ def _seconds(text: str) -> float:
 
 
 def clean(
-    ctx: typer.Context,
     *,
     older_than: Annotated[
         float,
@@ -92,33 +94,24 @@ def clean(
     json: AsJson = False,
 ) -> int:
     """Remove what the arguments choose, but nothing that a job needs."""
-    # What stands before `clean` was given to `storage`.
-    before = {} if ctx.parent is None else ctx.parent.params
 
     def run(box: Backing, cleaner: Cleaner) -> int:
         before_s = time.time() - older_than
         chosen = _chosen(cleaner, before_s=before_s, owner=owner, only=only)
         gone = chosen if dry_run else cleaner.remove(chosen)
-        _print_gone(gone, dry_run=dry_run, json=json or bool(before.get("json")))
+        _print_gone(gone, dry_run=dry_run, json=json)
         return DONE
 
-    return _with_cleaner(run, redis_url or before.get("redis_url"), data or before.get("data"))
+    return _with_cleaner(run, redis_url, data)
 
 
-def verify(
-    ctx: typer.Context,
-    *,
-    redis_url: RedisUrl = None,
-    data: DataFolder = None,
-    json: AsJson = False,
-) -> int:
+def verify(*, redis_url: RedisUrl = None, data: DataFolder = None, json: AsJson = False) -> int:
     """Compare every blob and every result with its SHA-256; 1 if some have another."""
-    before = {} if ctx.parent is None else ctx.parent.params
 
     def run(box: Backing, cleaner: Cleaner) -> int:
         stored = list(cleaner.stored())
         damaged = [file for file in stored if _is_damaged(file, box)]
-        if json or before.get("json"):
+        if json:
             print(jsons.dumps({"compared": len(stored), "damaged": [vars(f) for f in damaged]}))
         else:
             _print_files(damaged)
@@ -128,7 +121,7 @@ def verify(
                 print("a damaged blob is sent again with the next job; run jobs again for results")
         return JOB_FAILED if damaged else DONE
 
-    return _with_cleaner(run, redis_url or before.get("redis_url"), data or before.get("data"))
+    return _with_cleaner(run, redis_url, data)
 
 
 def _is_damaged(file: Stored, box: Backing) -> bool:

@@ -127,13 +127,11 @@ def run(
     from gradbox_service.http.listening import CannotListen
     from gradbox_service.up import background
     from gradbox_service.up.box import Box
-    from gradbox_service.up.cluster import Cluster
     from gradbox_service.up.data_folder import DataInUse
-    from gradbox_service.up.devices import spread
+    from gradbox_service.up.devices import Cluster, spread
     from gradbox_service.up.embedded_redis import NoRedis
-    from gradbox_service.up.part import PartFailed
-    from gradbox_service.up.saying import say
-    from gradbox_service.up.script import Script
+    from gradbox_service.up.messages import say
+    from gradbox_service.up.processes import PartFailed, Script
 
     umask = make_files_private()
     try:

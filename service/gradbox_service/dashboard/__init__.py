@@ -2,11 +2,9 @@
 
 To read in this order:
 
-    picture     the picture, and what one caller may see of it
-    source      reads what it is drawn from
-    board       draws it when something changed and somebody looks
-    news        what changed between two looks of one listener, in small events
-    history     use by owner over a span of time
-    pages       the files under static/, and the headers that hold them in
-    static/     HTML, CSS and modules of JavaScript, written by hand: no build step, no library
+    picture    the picture, what one caller may see of it, and what is new between two looks
+    board      draws it when something changed and somebody looks
+    history    use by owner over a span of time
+    pages      the files under static/, and the headers that hold them in
+    static/    HTML, CSS and modules of JavaScript, written by hand: no build step, no library
 """

@@ -19,26 +19,10 @@ from gradbox_service.cleaning.cleaner import Cleaner
 from gradbox_service.dashboard import pages
 from gradbox_service.dashboard.board import Board
 from gradbox_service.http import openapi, problems
-from gradbox_service.http.bodies import Bodies
+from gradbox_service.http.allowances import Allowance, RateLimit, open_streams, open_transfers
+from gradbox_service.http.bodies import Bodies, SmallBodies
 from gradbox_service.http.event_hub import Hub
-from gradbox_service.http.heads import Heads
-from gradbox_service.http.open_requests import open_streams, open_transfers
-from gradbox_service.http.rates import Allowance, RateLimit
-from gradbox_service.http.request_ids import RequestIds
-from gradbox_service.http.routes import (
-    blobs,
-    box,
-    events,
-    jobs,
-    losses,
-    metrics,
-    models,
-    operation,
-    probes,
-    results,
-    session,
-)
-from gradbox_service.http.small_bodies import SmallBodies
+from gradbox_service.http.routes import blobs, box, jobs, losses, models, probes, results, session
 from gradbox_service.queue.dispatch import Dispatcher
 from gradbox_service.queue.following import PassedChanges
 from gradbox_service.settings import Settings
@@ -115,7 +99,6 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
     app.state.cleaner = Cleaner(settings, stands_on)
     app.state.quota = Quota(settings.owner_quota_bytes, box=stands_on, cleaner=app.state.cleaner)
     app.state.bodies = Bodies(folder=settings.data, limit_bytes=settings.max_spec_bytes)
-    app.add_middleware(Heads)
     app.add_middleware(SmallBodies)
     app.add_middleware(
         RateLimit,
@@ -130,15 +113,15 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
             allow_headers=PAGE_SENDS,
             expose_headers=PAGE_READS,
         )
+    # The outermost: it gives refusals an id too.
     app.add_middleware(RequestWatch, metrics=app.state.metrics)
-    app.add_middleware(RequestIds)  # the outermost: it gives refusals an id too
     problems.install(app)
-    nouns = (blobs, jobs, events, results, losses, models, box, operation, session, probes, metrics)
-    for module in nouns:
+    for module in (blobs, jobs, results, losses, models, box, session, probes):
         app.include_router(module.router)
     app.include_router(pages.router())
     app.openapi = cache(partial(openapi.describe, app))  # type: ignore[method-assign]
-    app.add_api_route("/openapi.json", lambda: app.openapi(), include_in_schema=False)
+    described = ("/openapi.json", lambda: app.openapi())
+    app.add_api_route(*described, methods=["GET", "HEAD"], include_in_schema=False)
     return app
 
 

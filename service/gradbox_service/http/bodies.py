@@ -1,22 +1,40 @@
-"""Bodies that are read whole: posted jobs.
+"""Bodies of requests that are read whole: posted jobs, and the few values of any other call.
 
-A body is gathered in a file once it is large, so that many slow ones take no memory, and large ones
-are checked one after the other: what a check holds at once is that of one body.
+A job's body is gathered in a file once it is large, so that many slow ones take no memory, and
+large ones are checked one after the other: what a check holds at once is that of one body. It may
+have several parts: a job and the small blobs that it names, in one request. The form is that of
+multipart/form-data (RFC 7578), which `curl -F` sends. The part named `job` is what `POST /v1/jobs`
+takes alone; every other part is a blob, named by its digest. Nothing is taken from a part's other
+headers.
+
+Any other body is small (`SmallBodies`): FastAPI reads it whole, and parses it, before it looks at
+who sends it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
-from typing import TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import anyio.to_thread
 from anyio import CapacityLimiter
 from fastapi import Request
+from python_multipart import MultipartParser
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import parse_options_header
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gradbox.errors import BlobTooLarge
-from gradbox_service.settings import KIB
+from gradbox.errors import BlobTooLarge, InvalidJob
+from gradbox.protocol import Problem
+from gradbox_service.http.problems import problem_response
+from gradbox_service.settings import KIB, MIB
+
+if TYPE_CHECKING:
+    from python_multipart.multipart import MultipartCallbacks
 
 LARGE_BYTES = 256 * KIB
 
@@ -86,3 +104,150 @@ def announced_bytes(request: Request) -> int:
     """Return the Content-Length; 0 for a body that comes in chunks."""
     length = request.headers.get("content-length", "")
     return int(length) if length.isascii() and length.isdigit() else 0
+
+
+FORM: Final = "multipart/form-data"
+JOB: Final = "job"
+# A job and its blobs, with what is between them.
+MAX_BODY_BYTES: Final = MIB
+# The parser has a limit of its own for each header: this one bounds what a body makes us keep.
+MAX_PARTS: Final = 257
+DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+EXPECTED: Final = (
+    f"a {FORM} body: expected one part named {JOB!r} and others named by the SHA-256 of the blob "
+    "that they are, as docs/wire.md has it"
+)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A posted job, and the blobs that came with it by their digests, which nobody has verified."""
+
+    job: bytes
+    blobs: Mapping[str, bytes]
+
+
+def is_form(content_type: str) -> bool:
+    """Tell whether a body has several parts, by its Content-Type."""
+    return content_type.partition(";")[0].strip().lower() == FORM
+
+
+def read_parts(body: bytes, *, content_type: str) -> Parts:
+    """Read a body that is whole.
+
+    Raises:
+        InvalidJob: it is not of the form that is expected.
+    """
+    _, options = parse_options_header(content_type)
+    boundary = options.get(b"boundary", b"")
+    if not boundary:
+        raise InvalidJob(f"{EXPECTED}; got a Content-Type without a boundary")
+    reader = _Reader()
+    try:
+        parser = MultipartParser(boundary, reader.callbacks())
+        parser.write(body)
+        parser.finalize()
+    except FormParserError as error:
+        raise InvalidJob(f"{EXPECTED}; got one that cannot be parsed: {error}") from None
+    if not reader.ended:
+        raise InvalidJob(f"{EXPECTED}; got one without its closing boundary")
+    job = reader.parts.pop(JOB, None)
+    if job is None:
+        raise InvalidJob(f"{EXPECTED}; got no part named {JOB!r}")
+    return Parts(job, reader.parts)
+
+
+class _Reader:
+    """Gathers the parts as the parser finds their bounds."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, bytes] = {}
+        self.ended = False
+        self._field = bytearray()
+        self._value = bytearray()
+        self._name = ""
+        self._content = bytearray()
+
+    def callbacks(self) -> MultipartCallbacks:
+        return {
+            "on_part_begin": self._on_part_begin,
+            "on_header_field": lambda data, start, end: self._field.extend(data[start:end]),
+            "on_header_value": lambda data, start, end: self._value.extend(data[start:end]),
+            "on_header_end": self._on_header_end,
+            "on_headers_finished": self._on_headers_finished,
+            "on_part_data": lambda data, start, end: self._content.extend(data[start:end]),
+            "on_part_end": self._on_part_end,
+            "on_end": self._on_end,
+        }
+
+    def _on_part_begin(self) -> None:
+        if len(self.parts) >= MAX_PARTS:
+            raise InvalidJob(
+                f"{EXPECTED}; got more than {MAX_PARTS} parts: upload blobs with PUT "
+                "/v1/blobs/{sha256}"
+            )
+        self._name, self._content = "", bytearray()
+
+    def _on_header_end(self) -> None:
+        if bytes(self._field).lower() == b"content-disposition":
+            _, options = parse_options_header(bytes(self._value))
+            self._name = options.get(b"name", b"").decode("latin-1")
+        self._field, self._value = bytearray(), bytearray()
+
+    def _on_headers_finished(self) -> None:
+        if self._name != JOB and not DIGEST.fullmatch(self._name):
+            raise InvalidJob(f"{EXPECTED}; got a part named {self._name[:80]!r}")
+        if self._name in self.parts:
+            raise InvalidJob(f"{EXPECTED}; got two parts named {self._name!r}")
+
+    def _on_part_end(self) -> None:
+        self.parts[self._name] = bytes(self._content)
+
+    def _on_end(self) -> None:
+        self.ended = True
+
+
+SMALL_BYTES: Final = 4 * KIB
+
+
+class SmallBodies:
+    """ASGI middleware: refuses a larger body, but where the route reads it by itself."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or _reads_by_itself(scope):
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope)
+        size_bytes = announced_bytes(request)
+        received: list[Message] = []
+        more = size_bytes > 0 or "transfer-encoding" in request.headers
+        while more and size_bytes <= SMALL_BYTES:
+            received.append(await receive())
+            size_bytes = sum(len(message.get("body", b"")) for message in received)
+            more = received[-1].get("more_body", False)
+        if size_bytes > SMALL_BYTES:
+            too_large = BlobTooLarge(
+                f"expected a body of at most {SMALL_BYTES} bytes for {scope['method']} "
+                f"{scope['path']}, got more; jobs go to POST /v1/jobs, tensors to PUT "
+                "/v1/blobs/{sha256}"
+            )
+            await problem_response(Problem.of(too_large), request)(scope, receive, send)
+            return
+        received.reverse()
+
+        async def again() -> Message:
+            return received.pop() if received else await receive()
+
+        await self._app(scope, again, send)
+
+
+def _reads_by_itself(scope: Scope) -> bool:
+    """Tell whether the request is one of those whose body has limits of its own."""
+    method: str = scope["method"]
+    path: str = scope["path"]
+    return (method == "PUT" and path.startswith("/v1/blobs/")) or (
+        method == "POST" and path == "/v1/jobs"
+    )

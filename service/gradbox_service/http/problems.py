@@ -21,9 +21,8 @@ from gradbox.protocol import Problem
 from gradbox.protocol.problem import URN
 from gradbox_service.admission.quota import QuotaReached
 from gradbox_service.database.refusals import store_refuses, why_refused
-from gradbox_service.http.heads import answers_as_get
-from gradbox_service.http.request_ids import HEADER, request_id_of
 from gradbox_service.store.room import DISK_REFUSES, Room
+from gradbox_service.watching.requests import HEADER, request_id_of
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +100,7 @@ async def _http(request: Request, error: Exception) -> Response:
 
 def _allowed_methods(request: Request) -> list[str]:
     """Return the methods that the request's path knows: the router names those of one route."""
-    found = [
+    return [
         method
         for method in ("GET", "HEAD", "PUT", "POST", "DELETE")
         if any(
@@ -109,9 +108,6 @@ def _allowed_methods(request: Request) -> list[str]:
             for route in request.app.routes
         )
     ]
-    if "GET" in found and "HEAD" not in found and answers_as_get(request.url.path):
-        found.insert(1, "HEAD")
-    return found
 
 
 async def _invalid(request: Request, error: Exception) -> Response:

@@ -15,8 +15,8 @@ from fastapi import Request, Response
 
 from gradbox.protocol import JOB_AND_RESULT, JobView, joined
 from gradbox_service.backing import Backing
+from gradbox_service.http.allowances import OpenRequests
 from gradbox_service.http.event_hub import Hub
-from gradbox_service.http.open_requests import OpenRequests
 from gradbox_service.jobs import JobRecord
 from gradbox_service.settings import MIB
 

@@ -2,12 +2,11 @@
 
 To read in this order:
 
-    shares        device seconds that each owner used, recent ones weighing more
-    waiting       queued jobs in their order: priority, then shares, then age
-    active_jobs   the queued and running jobs in memory: which of them wait, are handed out, run
-    following     keeps them up to date by the stream of changes
-    choice        which job gets the next turn: the first, or one whose model is loaded
-    short_list    the turns in RQ's list, and those that were lost
-    places        where those stand who are told, for whom they wait and about how long
-    dispatch      feeds turns, and puts back what a lost worker held
+    shares         device seconds that each owner used, recent ones weighing more
+    waiting        queued jobs in their order: priority, then use, then age
+    active_jobs    the queued and running jobs in memory: which of them wait, are handed out, run
+    following      keeps them up to date by the stream of changes
+    short_list     the turns in RQ's list: which job gets the next, and which turns were lost
+    places         where those stand who are told, for whom they wait and about how long
+    dispatch       feeds turns, and puts back what a lost worker held
 """

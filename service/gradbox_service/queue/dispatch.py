@@ -23,10 +23,9 @@ from gradbox_service.database.leadership import LEADER_TTL_S
 from gradbox_service.fleet import WorkerPresence
 from gradbox_service.jobs import JobRecord
 from gradbox_service.queue.active_jobs import ActiveJobs
-from gradbox_service.queue.choice import Choice
 from gradbox_service.queue.following import Following, ReadChanges
 from gradbox_service.queue.places import Places
-from gradbox_service.queue.short_list import TURN_GRACE_S, ShortList
+from gradbox_service.queue.short_list import TURN_GRACE_S, Choice, ShortList
 from gradbox_service.repeating_thread import RepeatingThread
 
 log = logging.getLogger(__name__)

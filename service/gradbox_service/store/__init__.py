@@ -5,12 +5,10 @@ To read in this order:
     files                how a file gets its name, and when it was last used
     room                 what may still be written: what the disk has free, less a reserve
     blobs, results       the two kinds of files
-    layout               where all of it lies under the data folder
 """
 
-from gradbox_service.store.blobs import BlobStore, Upload
-from gradbox_service.store.layout import blob_store, result_store
-from gradbox_service.store.results import ResultStore
+from gradbox_service.store.blobs import BlobStore, Upload, blob_store
+from gradbox_service.store.results import ResultStore, result_store
 from gradbox_service.store.room import Room
 
 __all__ = [

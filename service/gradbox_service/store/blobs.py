@@ -10,7 +10,6 @@ sends it again.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import os
@@ -171,7 +170,7 @@ class BlobStore:
             with suppress(FileNotFoundError):
                 idle_s = time.time() - path.stat().st_mtime
                 if idle_s > STALE_UPLOAD_S or (
-                    idle_s > UNLOCKED_S and path.suffix != ASIDE and not _is_locked(path)
+                    idle_s > UNLOCKED_S and path.suffix != ASIDE and _is_unlocked(path)
                 ):
                     path.unlink()
 
@@ -253,10 +252,11 @@ class Upload:
         self._incoming.unlink(missing_ok=True)
 
 
-def _is_locked(path: Path) -> bool:
+def _is_unlocked(path: Path) -> bool:
     with path.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return True
-    return False
+        return lock(file.fileno())
+
+
+def blob_store(data: Path, *, reserve_bytes: int | None = None) -> BlobStore:
+    """Return the blobs of the box whose data is in this folder; see `Room` for the reserve."""
+    return BlobStore(data / "blobs", reserve_bytes=reserve_bytes)

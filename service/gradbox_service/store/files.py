@@ -106,6 +106,18 @@ def lock(descriptor: int) -> bool:
     return True
 
 
+def lock_file(path: Path) -> int | None:
+    """Lock a file, made where there is none, until the descriptor is closed or the process ends.
+
+    None if another process has.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    if lock(descriptor):
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
 def begin_to_write_out(descriptor: int) -> None:
     """Have the kernel begin to write an open file to disk, and do not wait.
 

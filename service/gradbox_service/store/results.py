@@ -116,3 +116,8 @@ class ResultStore:
         """Remove what the attempt wrote, whether committed or not."""
         self.partial_path(job_id, attempt=attempt).unlink(missing_ok=True)
         self.path(job_id, attempt=attempt).unlink(missing_ok=True)
+
+
+def result_store(data: Path, *, reserve_bytes: int | None = None) -> ResultStore:
+    """Return the results of the box whose data is in this folder; see `Room` for the reserve."""
+    return ResultStore(data / "results", reserve_bytes=reserve_bytes)

@@ -2,18 +2,13 @@
 
 To read in this order:
 
-    background          `--wait`: the same in another process
-    box                 the whole: Redis, service, workers; what restarts them
-    saying              what it says of itself
-    credentials         the owner's token, and client.toml while the box is ready
-    reached             how others reach it
-    script              `--exec`: what runs while the box is up
-    cluster             `--cluster`: the head of a cluster of devices
-    drain               when a box that drains has nothing left to do
-    data_folder         the folder that one `gradbox up` at a time may have
-    part, lifeline      one child process with its log; how it ends with its parent
-    watchdog            which part hangs
-    embedded_redis      the server that `up` brings
-    append_only_file    how its file is mended after a power cut
-    devices             which devices there are, without torch
+    box               the whole: Redis, service, workers; what restarts them
+    background        `--wait`: the same in another process
+    messages          what it says of itself, and how others reach it
+    data_folder       its lock, the owner's token, and client.toml while the box is ready
+    devices           which devices there are, of this machine or of a cluster
+    processes         child processes with their logs, and the script of `--exec`
+    watchdog          which of them hangs
+    embedded_redis    the server that `up` brings, and how its file is mended after a power cut
+    drain             when a box that drains has nothing left to do
 """

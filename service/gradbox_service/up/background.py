@@ -12,8 +12,8 @@ from typing import Final
 
 from gradbox_service.settings import Settings
 from gradbox_service.up.box import LOG, READY
-from gradbox_service.up.part import ended, rotate
-from gradbox_service.up.saying import say
+from gradbox_service.up.messages import say
+from gradbox_service.up.processes import ended, rotate
 
 LOOK_S: Final = 0.05
 

@@ -17,16 +17,13 @@ from typing import Final
 from gradbox.protocol import OperationMode
 from gradbox_service.http.listening import bind, check_exposure, url_of
 from gradbox_service.settings import EMBEDDED, Settings, arguments_of
-from gradbox_service.up.cluster import Cluster, address_file, devices_now, num_devices
-from gradbox_service.up.credentials import Credentials, takes_changes
-from gradbox_service.up.data_folder import lock_folder
+from gradbox_service.up.data_folder import Credentials, lock_folder, takes_changes
+from gradbox_service.up.devices import Cluster, address_file, devices_now, num_devices
 from gradbox_service.up.drain import Drain
 from gradbox_service.up.embedded_redis import LOG as REDIS_LOG
 from gradbox_service.up.embedded_redis import EmbeddedRedis, NoRedis
-from gradbox_service.up.part import Part, PartFailed, ended, rotate_logs
-from gradbox_service.up.reached import how_to_reach, left_out
-from gradbox_service.up.saying import NotReady, say
-from gradbox_service.up.script import Script
+from gradbox_service.up.messages import NotReady, how_to_reach, left_out, say
+from gradbox_service.up.processes import Part, PartFailed, Script, ended, rotate_logs
 from gradbox_service.up.watchdog import REDIS, Watchdog, why_not_ready
 
 READY: Final = "gradbox ready at"

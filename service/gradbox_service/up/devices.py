@@ -1,13 +1,18 @@
-"""Which devices a box has, without importing torch into the supervisor."""
+"""Which devices a box has, without importing torch: those of this machine, or of a cluster."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from gradbox_service.settings import BadSettings
+from gradbox_service.up.messages import NotReady
+from gradbox_service.up.processes import Part, PartFailed, ended
 
 # Present where NVIDIA's driver is; without it torch need not be asked.
 _DRIVER: Final = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))
@@ -40,3 +45,61 @@ def _num_cuda_devices() -> int:
         [sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=ASK_TIMEOUT_S
     )
     return int(asked.stdout) if asked.returncode == 0 else 0
+
+
+MODULE: Final = "gradbox_worker.cluster"
+NAME: Final = "cluster"
+# Written by the head once jobs can run, and when devices come or go; removed when it ends.
+ADDRESS_FILE: Final = "cluster.json"
+LOOK_S: Final = 0.1
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What the owner asked for.
+
+    Attributes:
+        address: "local", or that of a cluster, HOST:PORT.
+        device: the devices of each of its machines, as in `--device`.
+    """
+
+    address: str
+    device: str
+
+    def part(self, *, data: Path, models_file: Path) -> Part:
+        """Return the head, not started; what an earlier one wrote is removed."""
+        address_file(data).unlink(missing_ok=True)
+        arguments = ["--address", self.address, "--device", self.device]
+        arguments += ["--models", str(models_file), "--data", str(data)]
+        return Part(NAME, MODULE, arguments, log=data / "logs" / f"{NAME}.log")
+
+
+def address_file(data: Path) -> Path:
+    """Return where the head says how it is reached."""
+    return data / ADDRESS_FILE
+
+
+def devices_now(data: Path) -> int:
+    """Return how many devices the cluster has, 0 while its head is not ready."""
+    try:
+        return int(json.loads(address_file(data).read_text())["num_devices"])
+    except FileNotFoundError:
+        return 0
+
+
+def num_devices(head: Part, *, data: Path, stop: threading.Event) -> int:
+    """Wait until the head is ready; return how many devices it has, 0 if told to stop.
+
+    Raises:
+        PartFailed: it ended before.
+    """
+    not_ready = NotReady()
+    while not stop.wait(LOOK_S):
+        code = head.exit_code()
+        if code is not None:
+            raise PartFailed.of(head, f"{ended(code)} before it had devices", code=code)
+        if found := devices_now(data):
+            return found
+        last = next(reversed(head.lines()), "nothing yet")
+        not_ready.because(f"the cluster waits for devices; its log ends with: {last}")
+    return 0

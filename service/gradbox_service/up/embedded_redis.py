@@ -2,11 +2,15 @@
 
 It is durable (append-only file), never drops a key (noeviction) and listens on no port. It runs in
 a session of its own, so that Ctrl-C reaches the supervisor alone, which stops it last.
+
+A power cut may have made its file longer without the bytes: the file then ends in zeros. Redis
+ignores a last command that is cut off, but refuses to start behind a byte that begins none. No
+change ends in a zero byte (each ends in a line break), so zeros at the end are nothing that was
+ever written, and are cut off.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import os
@@ -18,16 +22,68 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 import redis
 
 from gradbox.errors import GradboxError
 from gradbox_service.database.connection import connect
 from gradbox_service.database.refusals import store_refuses
-from gradbox_service.up.append_only_file import cut_zeros
-from gradbox_service.up.lifeline import die_with_parent
-from gradbox_service.up.saying import NotReady
+from gradbox_service.store.files import lock_file
+from gradbox_service.up.messages import NotReady
+from gradbox_service.up.processes import die_with_parent
+
+log = logging.getLogger(__name__)
+
+FOLDER: Final = "appendonlydir"
+BACKUPS: Final = "before-cut"
+STEP_BYTES: Final = 2**20
+
+
+def cut_zeros(folder: Path) -> list[Path]:
+    """Cut zero bytes off the ends of the append-only files of a server that does not run.
+
+    Args:
+        folder: the server's data folder.
+
+    Returns:
+        The backups that were made, one for each file that was cut.
+
+    Raises:
+        OSError: there is no room for a backup; nothing was changed then.
+    """
+    backups = []
+    for path in sorted((folder / FOLDER).glob("*.incr.aof")):
+        size_bytes, kept_bytes = path.stat().st_size, _length_without_zeros(path)
+        if kept_bytes == size_bytes:
+            continue
+        backup = folder / BACKUPS / f"{path.name}.{time.strftime('%Y%m%dT%H%M%S')}"
+        backup.parent.mkdir(mode=0o700, exist_ok=True)
+        shutil.copy2(path, backup)
+        os.truncate(path, kept_bytes)
+        log.warning(
+            "%s ended in %d zero bytes, as after a power cut: they are cut off, and the file as "
+            "it was is kept as %s",
+            path,
+            size_bytes - kept_bytes,
+            backup,
+        )
+        backups.append(backup)
+    return backups
+
+
+def _length_without_zeros(path: Path) -> int:
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - STEP_BYTES)
+            file.seek(start)
+            kept = file.read(end - start).rstrip(b"\0")
+            if kept:
+                return start + len(kept)
+            end = start
+    return 0
+
 
 AppendFsync = Literal["everysec", "always", "no"]
 
@@ -91,7 +147,12 @@ class EmbeddedRedis:
         folder = folder.resolve()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
-        lock = _lock_folder(folder)
+        lock = lock_file(folder / "lock")
+        if lock is None:
+            raise NoRedis(
+                f"another gradbox keeps its data in {folder.parent}: stop that one, or give this "
+                f"one another folder with --data"
+            )
         try:
             socket = _socket_path(folder)
             _stop_orphan(f"unix://{socket}", stopped)
@@ -229,19 +290,6 @@ def _spawn(binary: Path, options: Mapping[str, str]) -> subprocess.Popen[bytes]:
         start_new_session=True,
         preexec_fn=die_with_parent(signal.SIGTERM),
     )
-
-
-def _lock_folder(folder: Path) -> int:
-    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise NoRedis(
-            f"another gradbox keeps its data in {folder.parent}: stop that one, or give this one "
-            "another folder with --data"
-        ) from None
-    return descriptor
 
 
 def _socket_path(folder: Path) -> Path:

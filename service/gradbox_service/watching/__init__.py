@@ -4,5 +4,5 @@ To read in this order:
 
     metrics       the counters and histograms of one service process
     scrape        what is looked up when Prometheus asks: queue, devices, storage
-    requests      counts and logs every request
+    requests      gives every request an id, counts it and logs it
 """

@@ -10,7 +10,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from gradbox.protocol import OperationMode
-from gradbox_service.admission.shares import why_no_room
+from gradbox_service.admission.limits import why_no_room
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import JobRecord
 from gradbox_service.queue.dispatch import Dispatcher

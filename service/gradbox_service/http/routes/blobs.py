@@ -8,26 +8,27 @@ from functools import partial
 from typing import Annotated
 
 import anyio.to_thread
-from fastapi import APIRouter, Depends, HTTPException, Path, Query, Request, Response
+from fastapi import Depends, HTTPException, Path, Query, Request, Response
 from pydantic import BaseModel
 
 from gradbox.errors import BlobTooLarge
 from gradbox.protocol import BlobList, BlobView
-from gradbox_service.accounting.own_blobs import OwnBlobs
+from gradbox_service.accounting.blob_owners import OwnBlobs
+from gradbox_service.admission.limits import check_memory
 from gradbox_service.admission.quota import Quota, Taken
-from gradbox_service.admission.shares import check_memory
 from gradbox_service.backing import Backing
 from gradbox_service.cleaning.cleaner import Cleaner
+from gradbox_service.http.allowances import transfer
 from gradbox_service.http.auth import Box, Caller
 from gradbox_service.http.bodies import announced_bytes
-from gradbox_service.http.open_requests import transfer
 from gradbox_service.http.openapi import BLOB_BODY
+from gradbox_service.http.routes import Router
 from gradbox_service.identity.tokens import TokenInfo
 from gradbox_service.settings import MIB, Settings
 from gradbox_service.store import Upload
 from gradbox_service.store.files import use_of
 
-router = APIRouter(prefix="/v1/blobs", tags=["blobs"])
+router = Router(prefix="/v1/blobs", tags=["blobs"])
 
 # Written and hashed in a thread in pieces of this size: smaller ones cost throughput, and hashing
 # on the event loop would halve it.

@@ -1,20 +1,23 @@
-"""The whole box: what runs and waits, its devices and models, and who used how much."""
+"""The whole box: what runs and waits, its devices and models, who used how much; pause, drain."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterable
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import Depends, Request
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
-from gradbox.protocol import BoxView, Span, UsageView
+from gradbox.errors import OwnerOnly
+from gradbox.protocol import BoxView, OperationOrder, OperationView, Span, UsageView
 from gradbox_service.dashboard.board import Board
 from gradbox_service.dashboard.history import usage_seen_by
-from gradbox_service.dashboard.news import News
+from gradbox_service.dashboard.picture import News
+from gradbox_service.http.allowances import stream
 from gradbox_service.http.auth import Box, Caller, Credentials, Listener
-from gradbox_service.http.open_requests import stream
+from gradbox_service.http.routes import Router
 
-router = APIRouter(prefix="/v1", tags=["box"])
+router = Router(prefix="/v1", tags=["box"])
 
 
 @router.get("/box")
@@ -59,3 +62,25 @@ def usage(box: Box, caller: Caller, span: Span = "day") -> UsageView:
     Others see their own, and the sum of all the rest as that of owner null.
     """
     return usage_seen_by(caller, box, span)
+
+
+@router.get("/operation")
+def operation(box: Box, caller: Caller) -> OperationView:
+    """What the box's owner said last: running, paused or draining."""
+    return box.operation.read()
+
+
+@router.put("/operation")
+def set_operation(order: OperationOrder, box: Box, caller: Caller) -> OperationView:
+    """Pause, resume or drain the box; for its owner alone. Jobs that run go on in each case."""
+    if not caller.admin:
+        raise OwnerOnly(
+            "only the box's owner may pause, resume or drain it: use the token that `gradbox up` "
+            "wrote"
+        )
+    set_now = OperationView(
+        mode=order.mode, reason=order.reason, by=caller.name, since_s=time.time()
+    )
+    box.operation.set(set_now)
+    box.records.wake()  # so that the dispatcher looks at once
+    return set_now

@@ -1,24 +1,26 @@
-"""Jobs: post, list, look at, cancel."""
+"""Jobs: post, list, look at, cancel, and listen to."""
 
 from __future__ import annotations
 
 import heapq
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice
 from typing import Annotated
 
 import anyio.to_thread
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import Depends, Header, Query, Request, Response
+from fastapi.sse import EventSourceResponse, ServerSentEvent
 
 from gradbox.errors import InvalidRequest, OwnerOnly, Unauthorized
 from gradbox.protocol import JobList, JobState, JobView
 from gradbox.spans import Spans, read_traceparent
 from gradbox_service.admission import post
 from gradbox_service.backing import Backing
+from gradbox_service.http.allowances import OpenRequests, stream
 from gradbox_service.http.auth import (
     Box,
     Caller,
@@ -27,16 +29,23 @@ from gradbox_service.http.auth import (
     VisibleJob,
     caller_of,
 )
-from gradbox_service.http.bodies import Bodies, announced_bytes
-from gradbox_service.http.multipart import MAX_BODY_BYTES, Parts, is_form, read_parts
-from gradbox_service.http.open_requests import OpenRequests
+from gradbox_service.http.bodies import (
+    MAX_BODY_BYTES,
+    Bodies,
+    Parts,
+    announced_bytes,
+    is_form,
+    read_parts,
+)
+from gradbox_service.http.event_hub import Hub
 from gradbox_service.http.openapi import JOB_ANSWER, JOB_REQUEST, MAX_KEY_LENGTH, PREFER
+from gradbox_service.http.routes import Router
 from gradbox_service.http.waiting import answer_with, waited_for
 from gradbox_service.identity.tokens import TokenInfo
 from gradbox_service.jobs import JobRecord, Mark
 from gradbox_service.settings import KIB
 
-router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+router = Router(prefix="/v1/jobs", tags=["jobs"])
 
 MAX_LISTED = 500
 # A body up to this size is received before its sender is known: uvicorn holds as much unasked.
@@ -230,3 +239,28 @@ def _held(view: JobView, hold: str | None) -> JobView:
     if view.state is not JobState.QUEUED or hold == view.hold:
         return view
     return view.model_copy(update={"hold": hold, "seconds_left": None})
+
+
+@router.get(
+    "/{job_id}/events",
+    response_class=EventSourceResponse,
+    dependencies=[Depends(stream)],
+)
+async def job_events(
+    request: Request,
+    record: VisibleJob,
+    box: Box,
+    credentials: Credentials,
+    last_event_id: Annotated[str | None, Header()] = None,
+) -> AsyncIterable[ServerSentEvent]:
+    """`state` events (data: the job) and `progress` events; ends after the final state, and when
+    the caller's token is revoked.
+
+    `Last-Event-ID` resumes behind that event; without it the stream begins with the first one kept.
+    """
+    hub: Hub = request.app.state.hub
+    reader = Listener(request, box=box, credentials=credentials)
+    async for event in hub.listen(record.id, after=last_event_id):
+        if not await reader.is_known():
+            return
+        yield ServerSentEvent(raw_data=event.data, event=event.kind, id=event.id)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
-
 from gradbox.builtin_losses.signatures import BUILTIN_SIGNATURES, Signature
 from gradbox.protocol import LossList, LossOption, LossTensor, LossView
 from gradbox_service.http.auth import Caller
+from gradbox_service.http.routes import Router
 
-router = APIRouter(prefix="/v1/losses", tags=["losses"])
+router = Router(prefix="/v1/losses", tags=["losses"])
 
 
 @router.get("")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
-
 from gradbox.errors import OwnerOnly
 from gradbox.protocol import ModelList, ModelView
 from gradbox_service.admission.model import find_model
 from gradbox_service.backing import Backing
 from gradbox_service.fleet.workers import offered_versions, unusable_models
 from gradbox_service.http.auth import Box, Caller
+from gradbox_service.http.routes import Router
 
-router = APIRouter(prefix="/v1/models", tags=["models"])
+router = Router(prefix="/v1/models", tags=["models"])
 
 
 @router.get("")

@@ -1,18 +1,22 @@
-"""Probes: does the process run, and can jobs run."""
+"""Probes: does the process run, and can jobs run; and `/metrics`, in the words of Prometheus."""
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
+from fastapi import Request
+from fastapi.responses import PlainTextResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel
 
-from gradbox.errors import BoxDraining, GradboxError, ServiceUnavailable
+from gradbox.errors import BoxDraining, GradboxError, OwnerOnly, ServiceUnavailable
 from gradbox.protocol import OperationMode
-from gradbox_service.admission.shares import why_no_room
+from gradbox_service.admission.limits import why_no_room
 from gradbox_service.fleet.workers import offered_versions, said_builds
-from gradbox_service.http.auth import Box
+from gradbox_service.http.auth import Box, Caller
+from gradbox_service.http.routes import Router
 from gradbox_service.repeating_thread import RepeatingThread
+from gradbox_service.watching.metrics import Metrics
 
-router = APIRouter(tags=["probes"])
+router = Router(tags=["probes"])
 
 
 class Live(BaseModel):
@@ -90,3 +94,15 @@ def _ended_threads(request: Request) -> list[str]:
         "cleaner": state.cleaner,
     }
     return [name for name, thread in threads.items() if not thread.alive]
+
+
+@router.get("/metrics", response_class=PlainTextResponse)
+def metrics(request: Request, caller: Caller) -> Response:
+    """The box's metrics, which name its users; for the box's owner alone."""
+    if not caller.admin:
+        raise OwnerOnly(
+            "/metrics names everybody's use, which only the box's owner may see: have Prometheus "
+            "send the token that `gradbox up` wrote"
+        )
+    found: Metrics = request.app.state.metrics
+    return Response(generate_latest(found.registry), media_type=CONTENT_TYPE_LATEST)

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, BinaryIO, Final
 
 import anyio.to_thread
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import Depends, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
@@ -21,14 +21,15 @@ from gradbox.errors import BlobRejected, ResultGone, ResultNotReady
 from gradbox.protocol import JobState, Receipt, ResultView
 from gradbox.tensors.checksums import read_checked_header
 from gradbox_service.backing import Backing
+from gradbox_service.http.allowances import transfer
 from gradbox_service.http.auth import Box, Caller, VisibleJob
-from gradbox_service.http.open_requests import transfer
 from gradbox_service.http.openapi import RESULT_ANSWERS, RESULT_REQUEST
 from gradbox_service.http.problems import plain_problem, problem_response
+from gradbox_service.http.routes import Router
 from gradbox_service.jobs import JobRecord
 from gradbox_service.settings import KIB
 
-router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+router = Router(prefix="/v1/jobs", tags=["jobs"])
 
 PIECE_BYTES: Final = 64 * KIB
 # As many digits as `int` reads, and more than any file has.

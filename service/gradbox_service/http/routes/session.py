@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from pydantic import BaseModel, Field
 
 from gradbox.errors import Unauthorized
 from gradbox.protocol import CallerView
 from gradbox_service.http.auth import Box, cookie_name, cookie_secret, refuse_forged
 from gradbox_service.http.openapi import DASHBOARD_REQUEST, header
+from gradbox_service.http.routes import Router
 from gradbox_service.identity.sessions import LIFETIME_S
 from gradbox_service.identity.tokens import TokenInfo
 
-router = APIRouter(prefix="/v1/session", tags=["session"])
+router = Router(prefix="/v1/session", tags=["session"])
 
 
 class LogIn(BaseModel):

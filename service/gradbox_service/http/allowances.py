@@ -1,26 +1,102 @@
-"""How many requests a second one owner may send.
+"""How much one owner may ask of the service at once: requests a second, streams, transfers.
 
-A bucket for each owner, in this process: it holds four seconds' worth, so that a client may work in
-bursts. It stands before the routes, since refusing is to be cheap, and so it learns from their
-answers whose a token or a session is. Until then, and where it is nobody's, the request counts as
-one of the address that it came from.
+A transfer is an upload or a download. Each takes a connection, a file and some memory for as long
+as it is open, so a route of either kind depends on `stream` or `transfer`.
+
+Of requests there is a bucket for each owner, in this process: it holds four seconds' worth, so that
+a client may work in bursts. It stands before the routes, since refusing is to be cheap, and so it
+learns from their answers whose a token or a session is. Until then, and where it is nobody's, the
+request counts as one of the address that it came from.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from starlette.requests import Request
+from fastapi import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gradbox.errors import TooManyRequests
 from gradbox.protocol import Problem
-from gradbox_service.http.auth import secret_of
+from gradbox_service.http.auth import Caller, secret_of
 from gradbox_service.http.problems import problem_response
 from gradbox_service.identity.tokens import digest_of
+from gradbox_service.settings import Settings
+
+
+class OpenRequests:
+    """Counts the open requests of one kind by owner; for the event loop alone."""
+
+    def __init__(self, limit: int, *, what: str, advice: str) -> None:
+        """Count none yet.
+
+        Args:
+            what: the kind, as a refusal is to call it; `advice`: what it tells to do instead.
+        """
+        self._limit = limit
+        self._what = what
+        self._advice = advice
+        self._num_open: Counter[str] = Counter()
+
+    def full(self, owner: str) -> bool:
+        """Tell whether an owner has as many open as may be."""
+        return self._num_open[owner] >= self._limit
+
+    @contextmanager
+    def one_more(self, owner: str) -> Iterator[None]:
+        """Count a request of an owner's as open until the context ends.
+
+        Raises:
+            TooManyRequests: as many are open as may be.
+        """
+        if self.full(owner):
+            raise TooManyRequests(
+                f"{self._limit} {self._what} of yours are open, as many as may be on this box: "
+                f"{self._advice}"
+            )
+        self._num_open[owner] += 1
+        try:
+            yield
+        finally:
+            self._num_open[owner] -= 1
+            if not self._num_open[owner]:
+                del self._num_open[owner]
+
+
+def open_streams(settings: Settings) -> OpenRequests:
+    return OpenRequests(
+        settings.max_event_streams,
+        what="event streams",
+        advice="close some, or ask for the jobs' states by GET /v1/jobs",
+    )
+
+
+def open_transfers(settings: Settings) -> OpenRequests:
+    return OpenRequests(
+        settings.max_transfers,
+        what="uploads and downloads",
+        advice="read or close some, or ask the box's owner to raise --max-transfers",
+    )
+
+
+async def stream(request: Request, caller: Caller) -> AsyncIterator[None]:
+    """Count the request as an open stream until its answer is sent."""
+    streams: OpenRequests = request.app.state.streams
+    with streams.one_more(caller.name):
+        yield
+
+
+async def transfer(request: Request, caller: Caller) -> AsyncIterator[None]:
+    """Count the request as an open transfer until its answer is sent."""
+    transfers: OpenRequests = request.app.state.transfers
+    with transfers.one_more(caller.name):
+        yield
+
 
 BURST_S = 4.0
 # Senders and tokens remembered; a bucket that is forgotten is full again.

@@ -1,7 +1,11 @@
-"""One process of a box, kept running by `gradbox up`."""
+"""The child processes of a box: its parts, which are kept running, and the script of --exec.
+
+None outlives the process that started it.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -14,7 +18,30 @@ from pathlib import Path
 from typing import Final
 
 from gradbox.errors import GradboxError
-from gradbox_service.up.lifeline import die_with_parent
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(number: signal.Signals = signal.SIGKILL) -> Callable[[], None] | None:
+    """Return a `preexec_fn` after which the kernel signals the child when its parent dies.
+
+    The parent is the thread that starts the child, so that must be the main thread. Only Linux has
+    this; elsewhere the result is None, and what `kill -9` of the parent leaves is stopped when the
+    next one starts on the same data.
+    """
+    if sys.platform != "linux":
+        return None
+    # Looked up before the fork: the child may not take the locks that loading a library takes.
+    prctl = ctypes.CDLL(None).prctl
+    parent = os.getpid()
+
+    def arrange() -> None:
+        prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+        if os.getppid() != parent:  # it died between the fork and the line above
+            os.kill(os.getpid(), number)
+
+    return arrange
+
 
 FIRST_PAUSE_S: Final = 0.5
 LONGEST_PAUSE_S: Final = 5.0
@@ -210,3 +237,49 @@ def rotate(log: Path) -> bool:
     with suppress(OSError):  # on a full disk the box matters more than its log
         log.with_suffix(".log.1").write_bytes(end)
     return True
+
+
+STOP_S: Final = 10.0
+# What a shell returns for a process that a signal ended.
+SIGNALLED: Final = 128
+
+
+class Script:
+    """A shell command that finds the box by its environment. It shares the terminal with `up`.
+
+    Its files are its user's: it has the umask that `up` was started with.
+    """
+
+    def __init__(self, command: str, *, umask: int = -1) -> None:
+        self.command = command
+        self._umask = umask
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *, url: str, token: str, data: Path) -> None:
+        """Run it with GRADBOX_URL, GRADBOX_TOKEN and GRADBOX_DATA set."""
+        box = {"GRADBOX_URL": url, "GRADBOX_TOKEN": token, "GRADBOX_DATA": str(data)}
+        self._process = subprocess.Popen(
+            self.command,
+            shell=True,
+            env={**os.environ, **box},
+            umask=self._umask,
+            preexec_fn=die_with_parent(signal.SIGTERM),
+        )
+
+    def exit_code(self) -> int | None:
+        """Return how it ended, as a shell says it; None while it runs or before it was started."""
+        code = None if self._process is None else self._process.poll()
+        return code if code is None or code >= 0 else SIGNALLED - code
+
+    def stop(self) -> int:
+        """End it, if it runs, and return its exit code; 0 if it was never started."""
+        if self._process is None:
+            return 0
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        return self.exit_code() or 0

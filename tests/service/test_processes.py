@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from gradbox_service.up import part as part_module
-from gradbox_service.up.part import LONGEST_PAUSE_S, Part
+from gradbox_service.up import processes as part_module
+from gradbox_service.up.processes import LONGEST_PAUSE_S, Part
 from tests.disks import small_disk
 
 MIB = 2**20
