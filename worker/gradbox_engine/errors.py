@@ -27,6 +27,10 @@ Running out of memory is `torch.OutOfMemoryError` on every device.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
 
 class EngineError(Exception):
     """The engine did not compute what it was asked for; the message says what to do about it."""
@@ -52,8 +56,27 @@ class BadPenalty(EngineError, ValueError):
     """A penalty names a submodule that is not there, or returns something that is not a scalar."""
 
 
+@dataclass(frozen=True)
+class FailedCall:
+    """What was called: a model where it was one, the submodule that raised, and the arguments."""
+
+    model: Any
+    module: Any
+    arguments: Mapping[str, Any]
+
+
 class ModelCallFailed(EngineError):
-    """The model, the readout or the loss raised an error, which is this one's `__cause__`."""
+    """The model, the readout or the loss raised an error, which is this one's `__cause__`.
+
+    In another process there is the message alone: `call` holds tensors.
+    """
+
+    def __init__(self, message: str, *, call: FailedCall | None = None) -> None:
+        super().__init__(message)
+        self.call = call
+
+    def __reduce__(self) -> tuple[type[ModelCallFailed], tuple[str]]:
+        return type(self), (str(self),)
 
 
 class GraphInBuffer(EngineError):

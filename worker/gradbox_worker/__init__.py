@@ -9,7 +9,7 @@
     models/         the models file, how each model is built, and which stay loaded
 
 Each room imports only those below it. `work` says what a device is asked and answers,
-`exceptions_to_problems` what users are told of an exception, `errors` what ends a worker, `command`
-what `gradbox worker` is given. Read `turns.turn` first, then `device.process`, `device.serving` and
-`computations.execution`.
+`exceptions_to_problems` what users are told of an exception, `hints` what may help them, `errors`
+what ends a worker, `command` what `gradbox worker` is given. Read `turns.turn` first, then
+`device.process`, `device.serving` and `computations.execution`.
 """

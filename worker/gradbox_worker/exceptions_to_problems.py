@@ -4,7 +4,8 @@
     ────────────────────────────────────────────  ──────────────────────────────────────
     out of memory, in the error or in its causes  OutOfMemory
     a GradboxError, likewise                      itself
-    an EngineError                                the class that ENGINE_ERRORS pairs with it
+    an EngineError                                the class that ENGINE_ERRORS pairs with it, with
+                                                  a hint where one is known
     WeightsDoNotFit                               OutOfMemory
     ModelsFileError otherwise                     UnknownModel
     anything else, KeyboardInterrupt and all      JobFailed
@@ -29,6 +30,7 @@ from gradbox.protocol import Problem
 from gradbox_engine import errors as engine_errors
 from gradbox_engine.per_sample import SelfCheckFailed
 from gradbox_worker.errors import DeviceNotStarted, ModelsFileError, WeightsDoNotFit
+from gradbox_worker.hints import with_hint
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +112,7 @@ def translated(error: BaseException, *, doing: str) -> GradboxError:
             return errors.JobFailed(str(link))
     for raised, ours in ENGINE_ERRORS:
         if isinstance(error, raised):
-            return ours(str(error))
+            return ours(with_hint(error))
     return errors.JobFailed(
         f"{doing} failed with {type(error).__name__}: {_first_line(error)}; this is not foreseen, "
         f"and the worker's log has the traceback for the box's owner"

@@ -21,10 +21,6 @@ from gradbox_engine.requests import Z
 Outputs = dict[str, Tensor]
 BARE = ""
 MAX_LISTED = 12
-SWITCHED_ON: Final = (
-    "a transformers model returns {field} where its block of models.toml has "
-    "kwargs = {{output_{field} = true}}"
-)
 NOT_NUMBERS: Final = "anything else has no gradient: choose another part by output= or readout="
 FROM_COMPLEX: Final = (
     "give the loss real and imaginary parts by readout=lambda output, inputs: "
@@ -45,11 +41,8 @@ def choose(output: Any, choice: str | int | None) -> Any:
         try:
             found = _step(found, step)
         except (KeyError, IndexError, AttributeError, TypeError):
-            collected = choice in ("hidden_states", "attentions")
-            advice = f"; {SWITCHED_ON.format(field=choice)}" if collected else ""
             raise BadOutput(
                 f"output: expected {choice!r} in what the model returned, got {describe(output)}"
-                f"{advice}"
             ) from None
     return found
 

@@ -21,6 +21,7 @@ import ray
 import torch
 
 from gradbox.printable import log_to_stderr
+from gradbox_engine import EngineError
 from gradbox_engine.ranges.protocol import Range, RangeCotangents
 from gradbox_worker.cluster.actor.open_job import OpenJob, StoredSums
 from gradbox_worker.cluster.actor.open_samples import OpenSamples, SampleAnswer, SharedBySamples
@@ -43,6 +44,7 @@ from gradbox_worker.device.warm_device import WarmDevice
 from gradbox_worker.errors import JobStopped
 from gradbox_worker.exceptions_to_problems import refuses_work
 from gradbox_worker.files.placed_rows import Placement
+from gradbox_worker.hints import with_hint
 
 T = TypeVar("T")
 
@@ -285,7 +287,9 @@ class ClusterDevice:
         except StopNow:
             self._device.kept.drop()
             raise JobStopped("told to stop") from None
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, EngineError):  # its arguments stay here
+                error.args = (with_hint(error),)
             if any(map(refuses_work, self._device.registry.devices)):
                 self._leave_soon()
             else:
