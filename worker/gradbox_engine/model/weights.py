@@ -2,19 +2,18 @@
 
 The tensors that a model registers stay the same objects; only the data they point at is exchanged.
 `restore.restored` points them back, so the registered data is never written to. Tensors that lie in
-each other's memory do so in the other memory as well.
+each other's memory do so in float64 as well; single ones of them are given no other numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from gradbox_engine.errors import BadWeights
-from gradbox_engine.model.shared_memory import blocks, move, share_entries
-from gradbox_engine.model.tensor_equality import equal_numbers, is_plain, writable
+from gradbox_engine.model.tensor_equality import equal_numbers, is_plain
 
 WIDER = {torch.complex64: torch.complex128, torch.complex32: torch.complex128}
 
@@ -30,8 +29,8 @@ def lay_over(
             be float64, as buffers are that an earlier job returned.
 
     Raises:
-        BadWeights: a name is unknown, a shape or dtype differs, or two names of one tensor are
-            given different numbers.
+        BadWeights: a name is unknown, a shape or dtype differs, two names of one tensor are
+            given different numbers, or a tensor lies in the memory of another one.
     """
     if not weights:
         return
@@ -54,68 +53,36 @@ def lay_over(
                 f"weights[{name!r}] and weights[{first!r}] are one tied tensor in the model, but "
                 f"were given different numbers; give one of them"
             )
-    _check_untied(registered, given)
+    _check_memory(registered, given)
+    for name in given.values():
+        target = registered[name]
+        # A copy, for the forward pass may write to a buffer, and what is given is the caller's.
+        target.data = weights[name].detach().to(target.device, copy=True).contiguous()
+
+
+def _check_memory(registered: Mapping[str, Tensor], given: Mapping[int, str]) -> None:
+    """Refuse tensors that lie in the memory of others, which would not see their numbers."""
+    names = {id(tensor): name for name, tensor in registered.items()}
     for block in blocks(registered.values()):
-        names = [given[id(target)] for target in block if id(target) in given]
-        if names and len(block) > 1 and all(map(writable, block)):
-            move(block, torch.clone)
-            _lay_over_shared(registered, {name: weights[name] for name in names})
-            continue
-        for name in names:
-            target = registered[name]
-            # A copy, for the forward pass may write to a buffer, and what is given is the caller's.
-            target.data = weights[name].detach().to(target.device, copy=True).contiguous()
-
-
-def _lay_over_shared(registered: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-    for name, weight in weights.items():
-        registered[name].detach().copy_(weight)
-    for name, weight in weights.items():
-        if not equal_numbers(registered[name].detach(), weight.to(registered[name].device)):
-            raise BadWeights(
-                f"weights[{name!r}]: expected the numbers of {', '.join(map(repr, weights))} to "
-                f"agree where these lie in the same memory in the model, got different ones"
-            )
-
-
-def _check_untied(registered: Mapping[str, Tensor], given: Mapping[int, str]) -> None:
-    """Refuse a tensor that lies in the memory of another one, which would keep its numbers.
-
-    Raises:
-        BadWeights: it does, and the other one is not given.
-    """
-    in_place: dict[int, dict[int, str]] = {}
-    for name, tensor in registered.items():
-        if is_plain(tensor) and tensor.numel():
-            in_place.setdefault(tensor.data_ptr(), {}).setdefault(id(tensor), name)
-    names = {id(tensor): name for name, tensor in reversed(list(registered.items()))}
-    overlapping = [
-        {id(other): names[id(other)] for other in block if share_entries(tensor, other)}
-        for block in blocks(registered.values())
-        if len(block) > 1
-        for tensor in block
-    ]
-    for sharing in (*in_place.values(), *overlapping):
-        named = [name for tensor, name in sharing.items() if tensor in given]
-        left = [name for tensor, name in sharing.items() if tensor not in given]
-        if named and left:
-            raise BadWeights(
-                f"weights[{named[0]!r}]: expected numbers for {left[0]!r} as well, which lies in "
-                f"the same memory in the model; give both, or tie them by one nn.Parameter"
-            )
+        for tensor in block if len(block) > 1 else ():
+            if id(tensor) in given:
+                other = next(names[id(one)] for one in block if one is not tensor)
+                raise BadWeights(
+                    f"weights[{given[id(tensor)]!r}]: expected a tensor with memory of its own, "
+                    f"got one that lies in the same memory as {other!r} in the model; tie them by "
+                    f"one nn.Parameter where the model is built, or give neither"
+                )
 
 
 def widen(model: nn.Module) -> None:
     """Let every floating-point parameter and buffer hold float64 copies of its numbers."""
     for block in blocks((*model.parameters(), *model.buffers())):
-        dtype = block[0].dtype
-        wide = wide_dtype(dtype)
-        if dtype == wide:
-            continue
-        if len(block) > 1:
-            move(block, lambda flat, wide=wide: flat.to(wide))  # type: ignore[misc]
-        else:
-            block[0].data = block[0].detach().to(wide)
+        for dtype in {tensor.dtype for tensor in block}:
+            wide = wide_dtype(dtype)
+            if wide != dtype:
+                alike = [tensor for tensor in block if tensor.dtype == dtype]
+                for tensor, data in zip(alike, _moved(alike, wide), strict=True):
+                    tensor.data = data
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -133,3 +100,44 @@ def _check(name: str, weight: Tensor, target: Tensor) -> None:
             f"weights[{name!r}]: expected {target.dtype}, got {weight.dtype}; convert it, so that "
             f"the rounding is yours to see"
         )
+
+
+def blocks(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Return the tensors, each once, those together whose ranges of memory meet."""
+    alone: list[list[Tensor]] = []
+    by_storage: dict[tuple[torch.device, int], list[Tensor]] = {}
+    for tensor in {id(tensor): tensor for tensor in tensors}.values():
+        if is_plain(tensor) and tensor.numel():
+            storage = tensor.untyped_storage().data_ptr()
+            by_storage.setdefault((tensor.device, storage), []).append(tensor)
+        else:
+            alone.append([tensor])
+    found: list[list[Tensor]] = []
+    for sharing in by_storage.values():
+        reached = -1
+        for tensor in sorted(sharing, key=Tensor.data_ptr):
+            if tensor.data_ptr() < reached:
+                found[-1].append(tensor)
+            else:
+                found.append([tensor])
+            reached = max(reached, tensor.data_ptr() + _length(tensor) * tensor.itemsize)
+    return alone + found
+
+
+def _moved(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return copies in another dtype that lie in each other's memory as tensors of one dtype do."""
+    if len(tensors) == 1:
+        return [tensors[0].detach().to(dtype)]
+    begin = min(tensor.storage_offset() for tensor in tensors)
+    end = max(tensor.storage_offset() + _length(tensor) for tensor in tensors)
+    copy = torch.as_strided(tensors[0].detach(), (end - begin,), (1,), begin).to(dtype)
+    return [
+        torch.as_strided(copy, tensor.shape, tensor.stride(), tensor.storage_offset() - begin)
+        for tensor in tensors
+    ]
+
+
+def _length(tensor: Tensor) -> int:
+    """Return how many places there are from the first entry to the last one."""
+    steps = ((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(sum(steps)) + 1
