@@ -17,9 +17,8 @@ from gradbox_engine.model.calling.shard_rng import generators_restored
 from gradbox_engine.model.kernels import avoid_cudnn_recurrence, checkpoints_reached
 from gradbox_engine.model.precision import arithmetic
 from gradbox_engine.model.state.buffers import Buffers
-from gradbox_engine.model.state.changes import Changes
 from gradbox_engine.model.state.restore import restored
-from gradbox_engine.model.state.written_parameters import unwritten_parameters
+from gradbox_engine.model.state.written_parameters import Changes, unwritten_parameters
 from gradbox_engine.model.tensor_equality import storages_of
 from gradbox_engine.model.weights import lay_over, widen
 from gradbox_engine.model.wrt import Selection, matched_inputs
@@ -68,7 +67,12 @@ def configured(
     differentiated = {id(parameter) for parameter in parameters.values()}
     with (
         torch.inference_mode(False),
-        unwritten_parameters(model, options.mode, overlaid=_overlaid(model, options)) as watch,
+        unwritten_parameters(
+            model,
+            options.mode,
+            overlaid=_overlaid(model, options),
+            differentiated=bool(parameters),
+        ) as changes,
         restored(model) as registered,
         generators_restored(),
         arithmetic(options.precision),
@@ -82,7 +86,6 @@ def configured(
         for parameter in registered:
             parameter.requires_grad_(id(parameter) in differentiated)
             parameter.grad = None
-        changes = Changes(model, registered, watch, differentiated=bool(parameters))
         yield changes
         changes.refuse_new()
 

@@ -107,7 +107,7 @@ def blocks(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     alone: list[list[Tensor]] = []
     by_storage: dict[tuple[torch.device, int], list[Tensor]] = {}
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
-        if is_plain(tensor) and tensor.numel():
+        if is_plain(tensor) and tensor.numel() and not tensor.is_meta:
             storage = tensor.untyped_storage().data_ptr()
             by_storage.setdefault((tensor.device, storage), []).append(tensor)
         else:

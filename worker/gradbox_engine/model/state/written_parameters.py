@@ -1,8 +1,10 @@
-"""Parameters that a forward pass writes to: the registered model would no longer be the same.
+"""What a forward pass may not do to the registered model, for nothing puts it back.
 
-Layers that take their first numbers from their first batch do so, and models that clip their
-weights. To undo it would take a copy of the weights, so it is refused, in this job and in all later
-ones of the same model; who holds the model can ask, and load it again.
+It may register no parameter, for that has no gradient, and no hook on one, which would run once
+more for each pass. It may write to none: the registered model would no longer be the same. Layers
+that take their first numbers from their first batch do so, and models that clip their weights. To
+undo it would take a copy of the weights, so it is refused, in this job and in all later ones of the
+same model; who holds the model can ask, and load it again.
 
 Writes through `.data` leave no trace in a version counter; so in the first job of each mode, the
 sum of a parameter's bits is compared before and after. In later jobs that is done for those
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -28,6 +30,7 @@ from torch import Tensor, nn
 from gradbox_engine.errors import (
     CoupledSamples,
     CoupledShards,
+    EngineError,
     ModelCallFailed,
     ReplayMismatch,
     SelfCheckFailed,
@@ -42,72 +45,22 @@ _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass
-class ParameterWatch:
-    """What is known of a model's parameters, by name.
+class _Known:
+    """What a model's jobs have found out of its parameters, by name."""
 
-    In a job `parameters` are the model's, `first` those of them whose first job it is, and
-    `overlaid` the ids of those that hold numbers of the job's own. `written` is one that was
-    written to; `keeps_state` tells of state kept elsewhere.
-    """
-
-    # By mode: what a job has left as it was.
     checked: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """By mode, what a job has left as it was."""
     sums: dict[str, list[int]] = field(default_factory=dict)
     versions: dict[str, int] = field(default_factory=dict)
-    parameters: Mapping[str, Tensor] = field(default_factory=dict)
-    first: Sequence[str] = ()
-    overlaid: Collection[int] = ()
     written: str | None = None
+    """One that was written to."""
     keeps_state: bool = False
+    """Whether the model keeps state elsewhere."""
 
-    def begin(
-        self,
-        parameters: Mapping[str, Tensor],
-        first: Sequence[str],
-        overlaid: Collection[int],
-    ) -> None:
-        """Note what they hold whose first job this is, and which others the caller changed."""
-        self.parameters, self.first, self.overlaid = parameters, first, overlaid
-        versions = _versions(parameters)
-        for name in self._moved(versions):
-            self.sums.pop(name, None)
-        self.sums |= {name: _sums_of_bits(parameters[name]) for name in first}
-        self.versions = versions
+    def moved(self, versions: Mapping[str, int]) -> list[str]:
+        return [name for name in versions if versions[name] != self.versions.get(name)]
 
-    def look(self, model: nn.Module) -> None:
-        """Note one that was written to so far, while the job is not over."""
-        put_back = renormed(model.modules()).union(self.overlaid)
-        own = {name for name, parameter in self.parameters.items() if id(parameter) in put_back}
-        self._look(_versions(self.parameters), but=own)
-
-    def end(self) -> None:
-        """Note one that was written to."""
-        versions = _versions(self.parameters)
-        self._look(versions)
-        self.versions, self.parameters, self.first = versions, {}, ()
-
-    def _look(self, versions: Mapping[str, int], *, but: Container[str] = ()) -> None:
-        for name in (*self.first, *self._moved(versions)):
-            if name in but or name not in self.sums:
-                continue
-            if _sums_of_bits(self.parameters[name]) != self.sums[name]:
-                self.written = name
-                return
-
-    def explain(self, error: BaseException) -> None:
-        """Raise what is known to be the reason of an error, if anything is.
-
-        Raises:
-            ModelCallFailed: two calls gave different outputs, and a parameter was written to.
-        """
-        if isinstance(error, COMPARISONS):
-            self.refuse()
-        self.keeps_state |= isinstance(error, ReplayMismatch) or (
-            isinstance(error, CoupledShards) and not error.name
-        )
-
-    def refuse(self) -> None:
-        """Raise where a parameter was written to."""
+    def refuse_written(self) -> None:
         if self.written is not None:
             raise ModelCallFailed(
                 f"parameter {self.written!r}: expected the forward pass to leave it as it was "
@@ -117,63 +70,155 @@ class ParameterWatch:
                 f"buffers"
             )
 
-    def _moved(self, versions: Mapping[str, int]) -> list[str]:
-        return [name for name in versions if versions[name] != self.versions.get(name)]
+    def explain(self, error: BaseException) -> None:
+        """Raise what is known to be the reason of an error, if anything is.
+
+        Raises:
+            ModelCallFailed: two calls gave different outputs, and a parameter was written to.
+        """
+        if isinstance(error, COMPARISONS):
+            self.refuse_written()
+        self.keeps_state |= isinstance(error, ReplayMismatch) or (
+            isinstance(error, CoupledShards) and not error.name
+        )
 
 
-_watches: weakref.WeakKeyDictionary[nn.Module, ParameterWatch] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
+
+
+class Changes:
+    """The changes that a job's forward passes have made to a model's parameters."""
+
+    def __init__(
+        self, model: nn.Module, mode: str, *, overlaid: Collection[int], differentiated: bool
+    ) -> None:
+        """Note what the model has before the first pass; arguments as in `unwritten_parameters`.
+
+        Raises:
+            ModelCallFailed: an earlier job has written to one.
+        """
+        self._model, self._overlaid, self._differentiated = model, overlaid, differentiated
+        self.known = _known.setdefault(model, _Known())
+        self.known.refuse_written()
+        self._num_hooks = {id(p): len(p._backward_hooks or ()) for p in model.parameters()}
+        self._parameters = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if not (parameter.is_meta or parameter.is_quantized)
+        }
+        checked = self.known.checked[mode]
+        self.first = [
+            name
+            for name, parameter in self._parameters.items()
+            if name not in checked and id(parameter) not in overlaid
+        ]
+        """Those whose first job this is in the mode."""
+        versions = _versions(self._parameters)
+        for name in self.known.moved(versions):  # the caller has changed these
+            self.known.sums.pop(name, None)
+        self.known.sums |= {name: _sums_of_bits(self._parameters[name]) for name in self.first}
+        self.known.versions = versions
+
+    @contextmanager
+    def refused(self) -> Iterator[None]:
+        """Refuse them at the end of what is in here, after which the model stays prepared.
+
+        Raises:
+            ModelCallFailed: the model has made one.
+        """
+        try:
+            yield
+        except EngineError as error:
+            self._look()
+            self.known.explain(error)
+            raise
+        self.refuse_new()
+        self._look()
+        self.known.refuse_written()
+
+    def refuse_new(self) -> None:
+        """Refuse new parameters, and hooks.
+
+        Raises:
+            ModelCallFailed: there are some.
+        """
+        if not self._differentiated:
+            return
+        for name, parameter in self._model.named_parameters():
+            if id(parameter) not in self._num_hooks:
+                if parameter.requires_grad:
+                    raise ModelCallFailed(
+                        f"parameter {name!r}: expected the model to have it when it was "
+                        f"registered, got it in the forward pass, so it has no gradient; call the "
+                        f"model once where it is built, or make it there"
+                    )
+            elif len(parameter._backward_hooks or ()) != self._num_hooks[id(parameter)]:
+                raise ModelCallFailed(
+                    f"parameter {name!r}: expected its hooks to stay as they were registered, got "
+                    f"others after the forward pass, which every pass would add to; register them "
+                    f"where the model is built"
+                )
+
+    def end(self) -> None:
+        """Note one that was written to, once the model was put back."""
+        self._look(put_back=True)
+        self.known.versions = _versions(self._parameters)
+
+    def _look(self, *, put_back: bool = False) -> None:
+        """Note one that was written to; of what the job puts back itself, none before it has."""
+        own = set() if put_back else renormed(self._model.modules()).union(self._overlaid)
+        for name in (*self.first, *self.known.moved(_versions(self._parameters))):
+            parameter = self._parameters[name]
+            if id(parameter) in own or name not in self.known.sums:
+                continue
+            if _sums_of_bits(parameter) != self.known.sums[name]:
+                self.known.written = name
+                return
 
 
 @contextmanager
 def unwritten_parameters(
-    model: nn.Module, mode: str, *, overlaid: Collection[int] = ()
-) -> Iterator[ParameterWatch]:
+    model: nn.Module,
+    mode: str,
+    *,
+    overlaid: Collection[int] = (),
+    differentiated: bool = False,
+) -> Iterator[Changes]:
     """See that what runs in here leaves the numbers of all parameters as they are.
 
     Gives what may be asked before the end.
 
     Args:
         overlaid: the ids of parameters that hold numbers of the job's own in here.
+        differentiated: whether any parameter is.
 
     Raises:
         ModelCallFailed: it has not, or an earlier job of the model has not.
     """
-    watch = _watches.setdefault(model, ParameterWatch())
-    watch.refuse()
-    parameters = _parameters(model)
-    checked = watch.checked[mode]
-    first = [n for n, p in parameters.items() if n not in checked and id(p) not in overlaid]
-    watch.begin(parameters, first, overlaid)
+    changes = Changes(model, mode, overlaid=overlaid, differentiated=differentiated)
+    known = changes.known
     try:
-        yield watch
+        yield changes
     except torch.AcceleratorError:  # the device tells nothing any more
         raise
     except BaseException as error:
         with suppress(torch.AcceleratorError):
-            watch.end()
-        watch.explain(error)
+            changes.end()
+        known.explain(error)
         raise
-    watch.end()
-    watch.refuse()
-    checked.update(first)
+    changes.end()
+    known.refuse_written()
+    known.checked[mode].update(changes.first)
 
 
 def why_load_again(model: nn.Module) -> str | None:
     """Return why a model is not the registered one any more, None where nothing says so."""
-    watch = _watches.get(model)
-    if watch is not None and watch.written is not None:
-        return f"it wrote to its parameter {watch.written!r}"
-    if watch is not None and watch.keeps_state:
+    known = _known.get(model)
+    if known is not None and known.written is not None:
+        return f"it wrote to its parameter {known.written!r}"
+    if known is not None and known.keeps_state:
         return "it keeps state that no job puts back"
     return None
-
-
-def _parameters(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if not (parameter.is_meta or parameter.is_quantized)
-    }
 
 
 def _versions(parameters: Mapping[str, Tensor]) -> dict[str, int]:
