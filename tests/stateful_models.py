@@ -337,6 +337,34 @@ def _length_of_dict(m: Any, z: Tensor) -> float:
     return len(m.kept)
 
 
+class _Halving(nn.Module):
+    """Halves a tensor unseen, scales by it, and binds its name to another one for the next call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.kept = linear(), ones(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept.data.mul_(0.5)
+        z = self.linear(x) * self.kept
+        self.kept = self.kept + z.detach().mean(0)
+        return z
+
+
+class _HalvingAView(_Halving):
+    """Does so through a view of the tensor that it made with it, in a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = (self.kept[:2], None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.part[0].data.mul_(0.5)
+        z = super().forward(x)
+        self.part = (self.kept[:2], None)
+        return z
+
+
 def _late_average(m: Any, z: Tensor) -> float:
     mean, before = z.detach().abs().mean(), m.kept["mean"]
     m.kept["mean"] = mean if before is None else 0.5 * before + mean
@@ -656,6 +684,10 @@ def _scripted() -> Any:
 
 REGISTERED: Final = {
     "output of the shard before": StatefulModel(_Remembering, checkpointed=False),
+    "tensor halved and bound anew": StatefulModel(_Halving, checkpointed=False),
+    "view halved and bound anew": StatefulModel(
+        _HalvingAView, checkpointed=False, coupled="attribute '"
+    ),
     "exchanged submodules": StatefulModel(_Submodules, "submodules"),
     "submodules moved in a list": StatefulModel(_InList, "submodules", checkpointed=False),
     "exchanged parameters": StatefulModel(_Parameters, "submodules"),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gradbox_engine import BadWeights, Group, Objective, set_gradient
-from gradbox_engine.model.weights import blocks
+from gradbox_engine.model.shared_memory import blocks
 from tests.device import DEVICE
 from tests.oracle import TOLERANCE, difference
 

@@ -7,13 +7,14 @@ each other's memory do so in float64 as well; single ones of them are given no o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from gradbox_engine.errors import BadWeights
-from gradbox_engine.model.tensor_equality import equal_numbers, is_plain
+from gradbox_engine.model.shared_memory import blocks, copies
+from gradbox_engine.model.tensor_equality import equal_numbers
 
 WIDER = {torch.complex64: torch.complex128, torch.complex32: torch.complex128}
 
@@ -77,12 +78,10 @@ def _check_memory(registered: Mapping[str, Tensor], given: Mapping[int, str]) ->
 def widen(model: nn.Module) -> None:
     """Let every floating-point parameter and buffer hold float64 copies of its numbers."""
     for block in blocks((*model.parameters(), *model.buffers())):
-        for dtype in {tensor.dtype for tensor in block}:
-            wide = wide_dtype(dtype)
-            if wide != dtype:
-                alike = [tensor for tensor in block if tensor.dtype == dtype]
-                for tensor, data in zip(alike, _moved(alike, wide), strict=True):
-                    tensor.data = data
+        narrow = [tensor for tensor in block if tensor.dtype != wide_dtype(tensor.dtype)]
+        wide = copies(narrow, dtype=wide_dtype)
+        for tensor in narrow:
+            tensor.data = wide[id(tensor)]
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -100,44 +99,3 @@ def _check(name: str, weight: Tensor, target: Tensor) -> None:
             f"weights[{name!r}]: expected {target.dtype}, got {weight.dtype}; convert it, so that "
             f"the rounding is yours to see"
         )
-
-
-def blocks(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Return the tensors, each once, those together whose ranges of memory meet."""
-    alone: list[list[Tensor]] = []
-    by_storage: dict[tuple[torch.device, int], list[Tensor]] = {}
-    for tensor in {id(tensor): tensor for tensor in tensors}.values():
-        if is_plain(tensor) and tensor.numel() and not tensor.is_meta:
-            storage = tensor.untyped_storage().data_ptr()
-            by_storage.setdefault((tensor.device, storage), []).append(tensor)
-        else:
-            alone.append([tensor])
-    found: list[list[Tensor]] = []
-    for sharing in by_storage.values():
-        reached = -1
-        for tensor in sorted(sharing, key=Tensor.data_ptr):
-            if tensor.data_ptr() < reached:
-                found[-1].append(tensor)
-            else:
-                found.append([tensor])
-            reached = max(reached, tensor.data_ptr() + _length(tensor) * tensor.itemsize)
-    return alone + found
-
-
-def _moved(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Return copies in another dtype that lie in each other's memory as tensors of one dtype do."""
-    if len(tensors) == 1:
-        return [tensors[0].detach().to(dtype)]
-    begin = min(tensor.storage_offset() for tensor in tensors)
-    end = max(tensor.storage_offset() + _length(tensor) for tensor in tensors)
-    copy = torch.as_strided(tensors[0].detach(), (end - begin,), (1,), begin).to(dtype)
-    return [
-        torch.as_strided(copy, tensor.shape, tensor.stride(), tensor.storage_offset() - begin)
-        for tensor in tensors
-    ]
-
-
-def _length(tensor: Tensor) -> int:
-    """Return how many places there are from the first entry to the last one."""
-    steps = ((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return int(sum(steps)) + 1

@@ -25,7 +25,7 @@ entries in all, as a trainer with its data does.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -36,6 +36,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from gradbox_engine.model.shared_memory import copies
 from gradbox_engine.model.state.containers import (
     CONTAINERS,
     VALUES,
@@ -48,13 +49,18 @@ from gradbox_engine.model.state.mutables import (
     Entries,
     LeftOut,
     Mutable,
-    Scripted,
+    Numbers,
+    can_be_put_back,
     global_generators,
+    is_rebuildable,
     is_small,
     mutable,
     same,
+    scripted,
+    tensors_in,
 )
 from gradbox_engine.model.state.outlines import Outline
+from gradbox_engine.model.tensor_equality import storages_of
 
 OF_TORCH: Final = frozenset(vars(nn.Module())) - {"training"} | {"__class__"}
 TABLES: Final = frozenset(n for n, v in vars(nn.Module()).items() if isinstance(v, CONTAINERS))
@@ -82,6 +88,9 @@ class State:
     """The paths of attributes that differ, themselves or inside."""
     lacks: bool = False
     """Whether something was left out, which stays as it is."""
+    copies: tuple[Tensor, ...] = ()
+    """Those of tensors that came since, which stand for them in here. The model gets others, so
+    that what a graph saved and what a state holds are never written to."""
 
     def __bool__(self) -> bool:
         return bool(self.changed)
@@ -116,6 +125,7 @@ class ModelState:
         self._empty: list[Any] = []  # most tables of hooks
         self._seen = global_generators()
         self._before: dict[str, Outline] | None = None  # of what the shard before left out
+        self._model = model
         self._modules = list(model.named_modules())
         self.tensors = self._find(with_buffers=with_buffers)
         """Those that are registered nowhere."""
@@ -129,7 +139,7 @@ class ModelState:
         self._keys, self._values = self._live()
 
     def state(self) -> State:
-        """Return what differs after a shard."""
+        """Return what differs after a shard, and bind tensors that came since to copies."""
         changed = {id(inside.owner): inside.again() for inside in self._changed()}
         came = self._came_since(changed.values()) if changed else {}
         keepable = partial(self._is_keepable, came=came)
@@ -139,35 +149,63 @@ class ModelState:
             if parts := inside.too_much(registered, keepable):
                 left += inside.leave_out(registered, parts)
         self._note(left)
-        return self._state(changed, came, lacks=bool(left))
+        holders = [e for e in (*changed.values(), *came.values()) if isinstance(e, Entries)]
+        copied = _copies(self._new_tensors(holders))
+        holders = [entries for entries in holders if entries.exchange(copied)]
+        others = _copies(copied.values())
+        for entries in holders:
+            entries.restore(others)
+        return self._state(changed, came, lacks=bool(left), copied=copied.values())
+
+    def _new_tensors(self, holders: Iterable[Entries]) -> list[Tensor]:
+        """Return those that came since; not views of registered ones, by which a model may write
+        to these."""
+        new = [
+            tensor
+            for entries in holders
+            for value in entries.values or []
+            for tensor in tensors_in(value)
+            if not isinstance(tensor, nn.Parameter) and id(tensor) not in self._seen
+        ]
+        if not new:
+            return []
+        known = (inside.owner for inside in self._first.values() if isinstance(inside, Numbers))
+        registered = storages_of(chain(self._model.parameters(), self._model.buffers(), known))
+        return [tensor for tensor in new if not storages_of([tensor]).keys() & registered.keys()]
 
     def state_of(self, changed: Mapping[int, Mutable], *, lacks: bool) -> State:
         """Return the state in which these hold something else, and lacks what it did before."""
         return self._state(changed, self._came_since(changed.values()), lacks=lacks)
 
     def _state(
-        self, changed: Mapping[int, Mutable], came: Mapping[int, Mutable], *, lacks: bool
+        self,
+        changed: Mapping[int, Mutable],
+        came: Mapping[int, Mutable],
+        *,
+        lacks: bool,
+        copied: Iterable[Tensor] = (),
     ) -> State:
         differing = {key: m.differing(self._first.get(key)) for key, m in changed.items()}
         kept = frozenset(key for key, names in differing.items() if names)
         names = sorted(chain.from_iterable(differing.values()))
         attributes = tuple(name for name in names if name.rpartition(".")[2] not in OF_TORCH)
-        return State(changed, came, kept, attributes, lacks)
+        return State(changed, came, kept, attributes, lacks, tuple(copied))
 
     def restore(self, state: State) -> None:
-        """Put back what was there when a `state` was taken."""
+        """Put back what was there when a `state` was taken; its tensors that came as copies."""
+        others = _copies(state.copies)
         if state or not self._is_as_registered():
             for key, registered in self._first.items():
                 if key not in state.changed:
-                    registered.restore()
+                    registered.restore(others)
             for table in filter(None, self._empty):
                 if id(table) not in state.changed:
                     table.clear()
         else:
             for other in self._others:
-                other.restore()
+                other.restore(others)
         for inside in (*state.changed.values(), *state.came.values()):
-            inside.restore()
+            inside.restore(others)
 
     def _find(self, *, with_buffers: bool) -> list[Tensor]:
         """Note what can change in submodules, then what lies inside their attributes."""
@@ -180,8 +218,8 @@ class ModelState:
             attributes = vars(module)
             self._first[id(module)] = Entries(path, module, attributes)
             if isinstance(module, torch.jit.ScriptModule):
-                scripted = Scripted(path, module)
-                self._first[id(scripted)] = scripted
+                inside = scripted(path, module)
+                self._first[id(inside)] = inside
             for name, value in attributes.items():
                 if name in tables and isinstance(value, CONTAINERS):
                     if value:
@@ -193,7 +231,10 @@ class ModelState:
         self._seen.update(self._first)
         found, tensors = _inside(places, self._seen)
         self._first |= found
-        return tensors
+        for path, tensor in tensors:
+            if can_be_put_back(tensor):
+                self._first[id(tensor)] = Numbers(path, tensor)
+        return [tensor for _, tensor in tensors]
 
     def _came_since(self, changed: Iterable[Mutable]) -> dict[int, Mutable]:
         """Return by id what can change inside new entries, where all that it holds can be kept."""
@@ -208,13 +249,16 @@ class ModelState:
                 del came[key]
         return came
 
-    def _is_keepable(self, value: Any, came: Mapping[int, Mutable]) -> bool:
+    def _is_keepable(
+        self, value: Any, came: Mapping[int, Mutable], *, exchangeable: bool = True
+    ) -> bool:
         if isinstance(value, CONSTANT) or id(value) in self._seen or id(value) in came:
             return True
         if isinstance(value, Tensor):
-            return is_small(value)
+            return exchangeable and is_small(value)
+        exchangeable = exchangeable and is_rebuildable(value)
         return isinstance(value, COMPOSED) and all(
-            self._is_keepable(part, came) for _, part in parts_of(value)
+            self._is_keepable(part, came, exchangeable=exchangeable) for _, part in parts_of(value)
         )
 
     def _note(self, left: list[LeftOut]) -> None:
@@ -241,7 +285,7 @@ class ModelState:
         raise KeyError(table)
 
     def _is_as_registered(self) -> bool:
-        """Tell whether dicts and attributes hold what was registered, not only what equals it."""
+        """Return whether dicts and attributes hold what was registered, not only what equals it."""
         if any(self._empty):
             return False
         keys, values = self._live()
@@ -257,13 +301,13 @@ class ModelState:
         return list(chain.from_iterable(self._dicts)), [*values, *map(type, self._owners)]
 
 
-def _inside(places: Iterable[Place], seen: set[int]) -> tuple[dict[int, Mutable], list[Tensor]]:
+def _inside(places: Iterable[Place], seen: set[int]) -> tuple[dict[int, Mutable], list[Place]]:
     """Return what can change inside values by id, and the tensors; all of it is `seen` then.
 
     Nothing where that is more than is looked at.
     """
     found: dict[int, Mutable] = {}
-    tensors: list[Tensor] = []
+    tensors: list[Place] = []
     num_inside = 0
     left = deque(places)
     while left:
@@ -277,12 +321,19 @@ def _inside(places: Iterable[Place], seen: set[int]) -> tuple[dict[int, Mutable]
         if (inside := mutable(path, value)) is not None:
             found[id(value)] = inside
         if isinstance(value, Tensor):
-            tensors.append(value)
-            continue
+            tensors.append((path, value))
         for name, part in parts_of(value):
             if type(part) not in ATOMS and id(part) not in seen:
                 left.append((path_to(name, path, value), part))
     return found, tensors
+
+
+def _copies(tensors: Collection[Tensor]) -> dict[int, Tensor]:
+    """Return leaves of the same numbers by id, which lie in each other's memory as tensors do."""
+    found = copies(tensors)
+    for tensor in tensors:
+        found[id(tensor)].requires_grad_(tensor.requires_grad)
+    return found
 
 
 def _in_dict(inside: Mutable) -> bool:
@@ -290,7 +341,7 @@ def _in_dict(inside: Mutable) -> bool:
 
 
 def _equal(a: Mutable, b: Mutable) -> bool:
-    """Tell whether two states of one owner have equal entries, without what was left out."""
+    """Return whether two states of one owner have equal entries, without what was left out."""
     if not (isinstance(a, Entries) and isinstance(b, Entries)):
         return False
     kept, others = ([(n, v) for n, v in e.parts() if v is not LEFT_OUT] for e in (a, b))

@@ -6,10 +6,10 @@ tensor that is registered nowhere, a random generator, the attributes of a Torch
 
 from __future__ import annotations
 
-import functools
 import random
-from collections.abc import Callable, Iterable
-from operator import is_
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from operator import is_, setitem
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
@@ -60,13 +60,17 @@ class Mutable(Protocol):
     path: str  # how messages call it
 
     def changed(self) -> bool:
-        """Tell whether something else is in it now."""
+        """Return whether something else is in it now."""
 
     def again(self) -> Mutable:
         """Return what is in it now."""
 
-    def restore(self) -> None:
-        """Put back what was in it, but for what was left out."""
+    def restore(self, others: Mapping[int, Tensor]) -> None:
+        """Put back what was in it, but for what was left out.
+
+        Args:
+            others: what is put in the place of tensors, by their ids.
+        """
 
     def too_much(self, registered: Mutable | None, keepable: Keepable) -> list[Any]:
         """Return what has come since and no state may hold."""
@@ -79,25 +83,25 @@ class Mutable(Protocol):
 
 
 def mutable(path: str, value: Any) -> Mutable | None:
-    """Return what is in a value now; None if nothing in it can change, or it is left alone."""
+    """Return what is in a value now; None if nothing in it can change, or it is left alone.
+
+    Tensors are told apart by who asks: those that a model is registered with have `Numbers`.
+    """
     if isinstance(value, CONTAINERS):
         return Entries(path, value, value)
-    if isinstance(value, Tensor):
-        return _Numbers(path, value) if _can_be_put_back(value) else None
     if isinstance(value, random.Random):
-        return _Generator(path, value, value.getstate, value.setstate)
+        return Whole(path, value, value.getstate, value.setstate)
     if isinstance(value, torch.Generator):
-        return _Generator(path, value, value.get_state, value.set_state)
+        return Whole(path, value, value.get_state, value.set_state)
     if numpy is not None and isinstance(value, numpy.ndarray):
         fits = value.flags.writeable and not value.dtype.hasobject and value.nbytes <= MOST_BYTES
-        return _Array(path, value) if fits else None
+        write = partial(setitem, value, ...)
+        return Whole(path, value, value.copy, write, num_bytes=value.nbytes) if fits else None
     if numpy is not None and isinstance(value, numpy.random.RandomState):
-        read = functools.partial(value.get_state, legacy=False)
-        return _Generator(path, value, read, value.set_state)
+        return Whole(path, value, partial(value.get_state, legacy=False), value.set_state)
     if numpy is not None and isinstance(value, numpy.random.Generator):
         bits = value.bit_generator
-        write = functools.partial(setattr, bits, "state")
-        return _Generator(path, value, lambda: bits.state, write)
+        return Whole(path, value, lambda: bits.state, partial(setattr, bits, "state"))
     attributes = attributes_of(value)
     if attributes is None:
         return None
@@ -105,7 +109,7 @@ def mutable(path: str, value: Any) -> Mutable | None:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Tell whether one entry may stand for another.
+    """Return whether one entry may stand for another.
 
     Equal values may, containers of a kind that are empty, and small tensors of equal numbers.
     """
@@ -120,12 +124,12 @@ def same(a: Any, b: Any) -> bool:
 
 
 def is_small(tensor: Tensor) -> bool:
-    """Tell whether n states may have a tensor each: it has no graph, and few bytes."""
+    """Return whether n states may have a tensor each: it has no graph, and few bytes."""
     return tensor.is_leaf and is_plain(tensor) and tensor.nbytes <= MOST_KEPT_BYTES
 
 
-def _can_be_put_back(tensor: Tensor) -> bool:
-    """Tell whether a tensor is the model's own and no parameter, and can be written to."""
+def can_be_put_back(tensor: Tensor) -> bool:
+    """Return whether a tensor is the model's own and no parameter, and can be written to."""
     return (
         tensor.is_leaf
         and is_plain(tensor)
@@ -182,9 +186,18 @@ class Entries:
     def again(self) -> Entries:
         return Entries(self.path, self.owner, self.container)
 
-    def restore(self) -> None:
+    def exchange(self, others: Mapping[int, Tensor]) -> bool:
+        """Hold other tensors in the place of these, by their ids; return whether any was there."""
+        before = self.values or []
+        after = [exchanged(value, others) for value in before]
+        if all(map(is_, before, after)):
+            return False
+        self.values = after
+        return True
+
+    def restore(self, others: Mapping[int, Tensor]) -> None:
         if self.values is not None:
-            self._fill(self.keys, self.values)
+            self._fill(self.keys, [exchanged(value, others) for value in self.values])
         if type(self.owner) is not self.kind:
             object.__setattr__(self.owner, "__class__", self.kind)
 
@@ -253,121 +266,93 @@ class Entries:
             object.__setattr__(self.owner, name, value)
 
 
-class _Whole:
-    """What a state keeps as a whole or, where it is large, leaves out as a whole."""
+class Whole:
+    """What a state keeps as a whole, a generator's state, say; where it is large, leaves out."""
 
-    path: str
-    owner: Any
-    is_small = True
-    kept = True
+    def __init__(
+        self,
+        path: str,
+        owner: Any,
+        read: Callable[[], Any],
+        write: Callable[[Any], object],
+        *,
+        num_bytes: int = 0,
+    ) -> None:
+        self.path, self.owner = path, owner
+        self._read, self._write, self._num_bytes = read, write, num_bytes
+        self._value = read()
+        self._kept = True
 
-    def restore(self) -> None:
-        if self.kept:
-            self._restore()
+    def changed(self) -> bool:
+        return not _equal(self._read(), self._value)
+
+    def again(self) -> Mutable:
+        return Whole(self.path, self.owner, self._read, self._write, num_bytes=self._num_bytes)
+
+    def restore(self, others: Mapping[int, Tensor]) -> None:
+        if self._kept:
+            self._write(self._value)
 
     def too_much(self, registered: Mutable | None, keepable: Keepable) -> list[Any]:
-        return [] if self.is_small else [self.owner]
+        return [] if self._num_bytes <= MOST_KEPT_BYTES else [self.owner]
 
     def leave_out(self, registered: Mutable | None, parts: list[Any]) -> list[LeftOut]:
-        self.kept = False
+        self._kept = False
         return [LeftOut(self.path, [object()], counts=True, fills=False)]  # equal to no other one
 
     def differing(self, registered: Mutable | None) -> list[str]:
-        return [self.path] if self.kept else []
-
-    def _restore(self) -> None:
-        raise NotImplementedError
+        return [self.path] if self._kept else []
 
 
-class _Array(_Whole):
-    def __init__(self, path: str, array: Any) -> None:
-        self.path, self.owner = path, array
-        self._values = array.copy()
-        self.is_small = array.nbytes <= MOST_KEPT_BYTES
-
-    def changed(self) -> bool:
-        return bool(self.owner.tobytes() != self._values.tobytes())
-
-    def again(self) -> _Array:
-        return _Array(self.path, self.owner)
-
-    def _restore(self) -> None:
-        self.owner[...] = self._values
-
-
-class _Numbers(_Whole):
+class Numbers(Whole):
     """A tensor's, with its version counter: a graph that saved it finds the version it saved."""
 
     def __init__(self, path: str, tensor: Tensor) -> None:
-        self.path, self.owner = path, tensor
+        super().__init__(path, tensor, tensor.detach().clone, self._put_back)
         self._data, self._version = tensor.detach(), tensor._version
-        self._values, self._requires_grad = self._data.clone(), tensor.requires_grad
-        self.is_small = is_small(tensor)
+        self._requires_grad = tensor.requires_grad
 
     def changed(self) -> bool:
-        now, before = self.owner, self._values
+        now, before = self.owner, self._value
         if form(now) != form(before) or now.requires_grad != self._requires_grad:
             return True
         return not equal_numbers(now, before)
 
-    def again(self) -> _Numbers:
-        return _Numbers(self.path, self.owner)
+    def again(self) -> Mutable:
+        return Numbers(self.path, self.owner)
+
+    def too_much(self, registered: Mutable | None, keepable: Keepable) -> list[Any]:
+        return [] if is_small(self.owner) else [self.owner]
 
     @torch.no_grad()
-    def _restore(self) -> None:
+    def _put_back(self, values: Tensor) -> None:
         if self.owner.grad_fn is not None:
             self.owner.detach_()
-        if form(self.owner) != form(self._values):
+        if form(self.owner) != form(values):
             self.owner.data = self._data
         if self.changed():
-            self.owner.data.copy_(self._values)
+            self.owner.data.copy_(values)
             self.owner.requires_grad_(self._requires_grad)
         torch._C._autograd._unsafe_set_version_counter((self.owner,), (self._version,))
 
 
-class _Generator(_Whole):
-    def __init__(
-        self, path: str, owner: Any, read: Callable[[], Any], write: Callable[[Any], object]
-    ) -> None:
-        self.path, self.owner = path, owner
-        self._read, self._write = read, write
-        self._state = read()
-
-    def changed(self) -> bool:
-        return not _same_state(self._read(), self._state)
-
-    def again(self) -> _Generator:
-        return _Generator(self.path, self.owner, self._read, self._write)
-
-    def _restore(self) -> None:
-        self._write(self._state)
-
-
-class Scripted(_Whole):
-    """The numbers and words of a TorchScript module, which lie in C++ and not in `vars`.
+def scripted(path: str, module: torch.jit.ScriptModule) -> Mutable:
+    """Return the numbers and words of a TorchScript module, which lie in C++ and not in `vars`.
 
     It hands out copies of its lists and dicts. Its tensors are buffers, or put back after the job.
     """
 
-    def __init__(self, path: str, module: torch.jit.ScriptModule) -> None:
-        self.path, self.owner = path, module
-        self.attributes = scripted_attributes(module)
+    def read() -> dict[str, Any]:
+        attributes = scripted_attributes(module)
+        return {name: value for name, value in attributes.items() if not _holds_tensors(value)}
 
-    def changed(self) -> bool:
-        now = scripted_attributes(self.owner)
-        return any(
-            not (type(now[name]) is type(value) and now[name] == value)
-            for name, value in self.attributes.items()
-            if not _holds_tensors(value)
-        )
+    return Whole(path, module, read, partial(set_scripted_attributes, module))
 
-    def again(self) -> Scripted:
-        return Scripted(self.path, self.owner)
 
-    def _restore(self) -> None:
-        for name, value in self.attributes.items():
-            if not _holds_tensors(value):
-                self.owner._c.setattr(name, value)
+def set_scripted_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> None:
+    """Bind names of a TorchScript module to values."""
+    for name, value in attributes.items():
+        module._c.setattr(name, value)  # type: ignore[operator, union-attr]
 
 
 def scripted_attributes(module: nn.Module) -> dict[str, Any]:
@@ -384,14 +369,42 @@ def _holds_tensors(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
+def exchanged(value: Any, others: Mapping[int, Tensor]) -> Any:
+    """Return a value, or what is to be in its place; of a tuple, with its parts exchanged."""
+    if not others or not isinstance(value, (Tensor, tuple)):
+        return value
+    if isinstance(value, Tensor) or not is_rebuildable(value):
+        return others.get(id(value), value)
+    before = entries_of(value)
+    after = [exchanged(part, others) for part in before]
+    if all(map(is_, before, after)):
+        return value
+    return value._make(after) if hasattr(value, "_make") else tuple(after)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return a value if it is a tensor; of a tuple, those that `exchanged` would exchange."""
+    if isinstance(value, Tensor):
+        return [value]
+    parts = entries_of(value) if is_rebuildable(value) else []
+    return [tensor for part in parts for tensor in tensors_in(part)]
+
+
+def is_rebuildable(value: Any) -> bool:
+    """Return whether a value is a tuple that can be made anew of other parts."""
+    return type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_make"))
+
+
 def _outline(value: Any) -> Outline:
     return outline(value, most_bytes=MOST_KEPT_BYTES)
 
 
-def _same_state(a: Any, b: Any) -> bool:
-    """Tell whether two states of a random generator are equal."""
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_same_state(a[key], b[key]) for key in a)
+def _equal(a: Any, b: Any) -> bool:
+    """Return whether two states of a generator, or what holds them, are equal."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
     if isinstance(a, Tensor):
         return torch.equal(a, b)
-    return a.tobytes() == b.tobytes() if hasattr(a, "tobytes") else bool(a == b)
+    if hasattr(a, "tobytes"):
+        return bool(a.tobytes() == b.tobytes())
+    return type(a) is type(b) and bool(a == b)

@@ -17,7 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from gradbox_engine.model.state.model_state import AS_REGISTERED, ModelState
-from gradbox_engine.model.state.mutables import MOST_BYTES, scripted_attributes
+from gradbox_engine.model.state.mutables import (
+    MOST_BYTES,
+    scripted_attributes,
+    set_scripted_attributes,
+)
 from gradbox_engine.model.tensor_equality import same_values
 
 
@@ -56,8 +60,7 @@ def restored(model: nn.Module) -> Iterator[list[Tensor]]:
                 raise
         registered.restore(AS_REGISTERED)
         for module, attributes in scripted:
-            for name, value in attributes.items():
-                module._c.setattr(name, value)  # type: ignore[operator, union-attr]
+            set_scripted_attributes(module, attributes)
         for module, training in zip(modules, modes, strict=True):
             if module.training != training:  # a scripted module has it elsewhere
                 module.training = training
@@ -70,7 +73,7 @@ def _tensors(tables: Iterable[Mapping[str, Tensor | None]]) -> list[Tensor]:
 
 
 def _is_small_value(tensor: Tensor) -> bool:
-    """Tell whether a tensor inside an object is copied for the job: a cache may be large."""
+    """Return whether a tensor inside an object is copied for the job: a cache may be large."""
     return not isinstance(tensor, nn.Parameter) and tensor.nbytes <= MOST_BYTES
 
 
