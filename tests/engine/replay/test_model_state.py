@@ -114,6 +114,20 @@ def test_a_model_that_holds_a_trainer_and_its_data_is_not_searched():
     assert not objects.tensors
 
 
+def test_an_empty_table_that_is_filled_and_replaced_is_put_back_empty():
+    model = _model()
+    registered, table = ModelState(model), model._forward_hooks
+    model.register_forward_hook(lambda *_: None)
+    model._forward_hooks = type(table)()
+    state = registered.state()
+    registered.restore(AS_REGISTERED)
+    assert model._forward_hooks is table
+    assert not table
+    registered.restore(state)
+    assert len(table) == 1
+    assert not model._forward_hooks
+
+
 def test_what_a_hook_notes_for_others_stays():
     model, seen = _model(), []
     model.register_forward_hook(lambda *_: seen.append(1))

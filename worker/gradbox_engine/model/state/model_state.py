@@ -123,6 +123,7 @@ class ModelState:
         """Whether one left out what came where there was nothing."""
         self._first: dict[int, Mutable] = {}
         self._empty: list[Any] = []  # most tables of hooks
+        self._empty_places: list[tuple[str, nn.Module, str]] = []
         self._seen = global_generators()
         self._before: dict[str, Outline] | None = None  # of what the shard before left out
         self._model = model
@@ -226,6 +227,7 @@ class ModelState:
                         self._first[id(value)] = Entries(path_to(name, path, module), value, value)
                     else:
                         self._empty.append(value)
+                        self._empty_places.append((path, module, name))
                 elif name not in OF_TORCH and type(value) not in ATOMS:
                     places.append((path_to(name, path, module), value))
         self._seen.update(self._first)
@@ -274,15 +276,12 @@ class ModelState:
         if self._is_as_registered():
             return changed
         in_dicts = [entries for entries in self._in_dicts if entries.changed()]
-        return [*in_dicts, *map(self._filled, filter(None, self._empty)), *changed]
-
-    def _filled(self, table: Any) -> Entries:
-        """Return what is in a table of a submodule that was empty."""
-        for path, module in self._modules:
-            for name, value in vars(module).items():
-                if value is table:
-                    return Entries(path_to(name, path, module), table, table)
-        raise KeyError(table)
+        filled = [
+            Entries(path_to(name, path, module), table, table)
+            for table, (path, module, name) in zip(self._empty, self._empty_places, strict=True)
+            if table
+        ]
+        return [*in_dicts, *filled, *changed]
 
     def _is_as_registered(self) -> bool:
         """Return whether dicts and attributes hold what was registered, not only what equals it."""
