@@ -403,7 +403,7 @@ CACHING: Final = {
     ),
     "length": _in_order(_by(_length, kept=list)),
     "length of a deque": _in_order(_by(_length, kept=lambda: deque(maxlen=3))),
-    "length of a dict": _begins_again(_by(_length_of_dict, kept=dict)),
+    "length of a dict": _by(_length_of_dict, kept=dict),
     "length in an object": _in_order(
         _by(lambda m, z: _length(m.kept, z), kept=lambda: SimpleNamespace(kept=[]))
     ),
@@ -425,19 +425,17 @@ CACHING: Final = {
             kept=lambda: SimpleNamespace(moved=torch.zeros(20_000)),
         )
     ),
-    "average": _begins_again(
-        _by(lambda m, z: _bound(m, 0.5 * m.kept + z.detach().abs().mean()), kept=lambda: zeros(()))
+    "average": _by(
+        lambda m, z: _bound(m, 0.5 * m.kept + z.detach().abs().mean()), kept=lambda: zeros(())
     ),
-    "late average": _begins_again(_by(_late_average, kept=lambda: {"mean": None})),
+    "late average": _by(_late_average, kept=lambda: {"mean": None}),
     "first call": _by(_first_call, kept=lambda: None, coupled=None),
-    "cached once": _begins_again(_by(_cached_once, kept=lambda: None)),
-    "cached once in an object": _begins_again(
-        _by(lambda m, z: _cached_once(m.kept, z), kept=lambda: SimpleNamespace(kept=None))
+    "cached once": _by(_cached_once, kept=lambda: None),
+    "cached once in an object": _by(
+        lambda m, z: _cached_once(m.kept, z), kept=lambda: SimpleNamespace(kept=None)
     ),
-    "the like in every call": _begins_again(
-        _by(
-            _the_like, mask=lambda: ones(3), kept=lambda: SimpleNamespace(latest=None), coupled=None
-        )
+    "the like in every call": _by(
+        _the_like, mask=lambda: ones(3), kept=lambda: SimpleNamespace(latest=None), coupled=None
     ),
 }
 
@@ -683,7 +681,7 @@ def _scripted() -> Any:
 
 
 REGISTERED: Final = {
-    "output of the shard before": StatefulModel(_Remembering, checkpointed=False),
+    "output of the shard before": StatefulModel(_Remembering),
     "tensor halved and bound anew": StatefulModel(_Halving, checkpointed=False),
     "view halved and bound anew": StatefulModel(
         _HalvingAView, checkpointed=False, coupled="attribute '"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
 from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.model.prepared import Prepared, prepared
+from gradbox_engine.model.state.buffers import packed, unpacked
 from gradbox_engine.model.wrt import select
 from gradbox_engine.replay.cotangents import differentiate
 from gradbox_engine.replay.first_pass import GraphCalls, first_pass
@@ -38,7 +40,7 @@ def _resumed(case: Case, ranges: Sequence[Sequence[int]]) -> dict[str, torch.Ten
         for shards in ranges:
             positions = [Position(0, shard) for shard in range(shards[-1] + 1)]
             _first_pass(ready, positions, done)
-    records = [[done[shard] for shard in shards] for shards in ranges]
+        states = packed([done[0].before, *(r.after for r in done)], ready.buffers.beyond)
     outputs = {record.position: record.outputs for record in done}
     whole, num_rows = concatenated(groups, outputs)
     loss = differentiate(
@@ -51,13 +53,15 @@ def _resumed(case: Case, ranges: Sequence[Sequence[int]]) -> dict[str, torch.Ten
     )
     cotangents = ShardRows(groups, num_rows).parts(loss.cotangents)
     partial = []
-    for part in records:
+    for shards in ranges:
         fresh = case.model().to(DEVICE)
         selection = select(fresh, case.wrt)
         sums = GradientSums(selection.parameters)
         with prepared(fresh, groups, selection, terms) as ready:
-            for record in part:
-                record.free_graph()
+            found = unpacked(states, ready.buffers.first, ready.buffers.beyond)
+            part = [
+                replace(done[i], before=found[i], after=found[i + 1], graph=None) for i in shards
+            ]
             mine = {record.position: cotangents[record.position] for record in part}
             replay(ready, part, mine, sums, observer=Silent())
         partial.append(sums.named())

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from gradbox_engine import GraphInBuffer, Group, Objective, set_gradient, shard_stream
-from gradbox_engine.model.state.buffers import Buffers
-from gradbox_engine.model.state.model_state import ModelState
-from gradbox_engine.model.state.snapshots import Snapshot, packed, unpacked
+from gradbox_engine.model.state.buffer_numbers import BufferNumbers
+from gradbox_engine.model.state.buffers import Buffers, Snapshot, packed, unpacked
+from gradbox_engine.model.state.stated import can_be_stated
 from tests.device import DEVICE
 from tests.oracle import TOLERANCE, difference
 from tests.stateful_models import Spiking, groups
@@ -116,33 +116,74 @@ def test_a_job_inside_a_stream_does_not_disturb_it():
 
 
 def test_a_comparison_on_the_device_may_be_looked_at_later():
-    first = Snapshot({("", "a"): torch.zeros(3), ("", "b"): torch.ones(3)}, versions={})
-    second = Snapshot({("", "a"): torch.zeros(3), ("", "b"): torch.zeros(3)}, versions={})
+    first = BufferNumbers({0: torch.zeros(3), 1: torch.ones(3)}, versions={})
+    second = BufferNumbers({0: torch.zeros(3), 1: torch.zeros(3)}, versions={})
     second.compare_later(first, list(second.values))
     own = dict(second.values)
     second.share()
-    assert second.values["", "a"] is first.values["", "a"]
-    assert second.values["", "b"] is own["", "b"]
+    assert second.values[0] is first.values[0]
+    assert second.values[1] is own[1]
 
 
-def _snapshot(**values: Tensor | None) -> Snapshot:
-    return Snapshot({("", name): value for name, value in values.items()}, versions={})
+def _with_buffers(**values: Tensor | None) -> nn.Module:
+    model = nn.Linear(1, 1)
+    for name, value in values.items():
+        model.register_buffer(name, value)
+    return model
 
 
 def test_states_come_back_from_a_checkpoint_with_buffers_that_came_and_went():
     a, b = torch.zeros(3), torch.ones(3)
-    model = ModelState(nn.Linear(1, 1))
-    states = [_snapshot(a=a, b=b), _snapshot(a=b, c=a), _snapshot(a=b, b=None, c=b), _snapshot()]
-    found = unpacked(packed(states, model), states[0], model)
-    assert [state.values for state in found] == [state.values for state in states]
+    model = _with_buffers(a=a, b=b)
+    buffers = Buffers(model)
+    states = [buffers.first]
+    model.a = b + a
+    del model.b
+    model.register_buffer("c", torch.full((2,), 3.0))
+    states.append(buffers.advance(states[-1]))
+    model.register_buffer("b", None)
+    model.c = model.a  # one tensor under two names
+    states.append(buffers.advance(states[-1]))
+    model._buffers.clear()
+    states.append(buffers.advance(states[-1]))
+    found = unpacked(packed(states, buffers.beyond), states[0], buffers.beyond)
+    for before, after in zip(states, found, strict=True):
+        for state in (before, after):
+            buffers.restore(state)
+            live = dict(model.named_buffers(remove_duplicate=False))
+            values = {name: v for (_, name), v in before.values.items() if v is not None}
+            assert live.keys() == values.keys()
+            assert all(torch.equal(live[name], value) for name, value in values.items())
+    buffers.restore(found[2])
+    assert model.c is model.a
+
+
+def test_a_state_of_buffers_that_share_memory_has_no_checkpoint():
+    model = _with_buffers(a=torch.zeros(4), b=torch.zeros(2))
+    buffers = Buffers(model)
+    model.a = torch.ones(4)
+    model.b = model.a[:2]
+    state = buffers.advance(buffers.first)
+    assert not can_be_stated(buffers.beyond, state.beyond)
+    for restored in (buffers.first, state):
+        buffers.restore(restored)
+    model.a.zero_()
+    assert not model.b.any()
 
 
 def test_states_are_equal_where_all_values_are():
-    state = _snapshot(a=torch.zeros(3), b=None)
-    assert state.equals(_snapshot(a=torch.zeros(3), b=None))
-    others = [{"a": torch.ones(3), "b": None}, {"a": torch.zeros(3), "b": torch.zeros(3)}]
-    for other in [*others, {"a": torch.zeros(3)}, {"a": None, "b": None}]:
-        assert not state.equals(_snapshot(**other))
+    model = _with_buffers(a=torch.zeros(3), b=None)
+    buffers = Buffers(model)
+    model.a = torch.zeros(3)
+    assert buffers.advance(buffers.first).equals(buffers.first)
+    others: list[dict[str, Tensor | None]] = [
+        {"a": torch.ones(3), "b": None}, {"a": torch.zeros(3), "b": torch.zeros(3)},
+        {"a": torch.zeros(3)}, {"a": None, "b": None},
+    ]  # fmt: skip
+    for values in others:
+        model._buffers.clear()
+        model._buffers.update(values)
+        assert not buffers.advance(buffers.first).equals(buffers.first)
 
 
 @pytest.mark.parametrize("retain", [0, 10**9])

@@ -10,7 +10,7 @@ from gradbox_engine.errors import BadInputs
 from gradbox_engine.mixed.prepared import PreparedMixed
 from gradbox_engine.model.calling.outputs import Outputs
 from gradbox_engine.model.calling.shard_feed import Position
-from gradbox_engine.model.state.snapshots import Snapshot
+from gradbox_engine.model.state.buffers import Snapshot
 from gradbox_engine.replay.shard_record import ShardRecord
 
 SKETCH_ENTRIES = 4096

@@ -30,9 +30,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradbox_engine.errors import CoupledShards
 from gradbox_engine.model.prepared import Prepared
-from gradbox_engine.model.state.buffers import Buffers
+from gradbox_engine.model.state.buffers import Buffers, Live, Slot, Snapshot
 from gradbox_engine.model.state.model_state import AS_REGISTERED
-from gradbox_engine.model.state.snapshots import Live, Slot, Snapshot
 from gradbox_engine.model.tensor_equality import form, same_values
 from gradbox_engine.ranges.protocol import NormStatistics, NormUpdate, RangeOutputs
 from gradbox_engine.replay.shard_record import ShardRecord
@@ -180,7 +179,7 @@ def with_statistics(snapshot: Snapshot, norms: Mapping[str, NormStatistics]) -> 
         for buffer, value in _tensors(norm).items():
             old = values[name, buffer]
             values[name, buffer] = value if old is None else value.to(old)
-    return Snapshot(values, versions={})
+    return snapshot.with_values(values)
 
 
 def _tensors(norm: NormStatistics) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from typing import Protocol
 from gradbox_engine.model.calling.calls import ShardGraph
 from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.model.prepared import Prepared
-from gradbox_engine.model.state.snapshots import Snapshot
+from gradbox_engine.model.state.buffers import Snapshot
 from gradbox_engine.replay.output_blocks import OutputBlocks
 from gradbox_engine.replay.retention import GraphBudget
 from gradbox_engine.replay.saved_tensors import GraphSizes
@@ -62,9 +62,6 @@ def first_pass(
         observer.step("forward", len(records), len(positions))
         record = call(position, state, is_last=following is None)
         record.after = state = prepared.buffers.advance(state)
-        if prepared.buffers.outdates_older_graphs:
-            for older in records:
-                older.free_graph()
         records.append(record)
         after_shard(records)
         prepared.feed.prefetch(following)

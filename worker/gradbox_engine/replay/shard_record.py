@@ -13,7 +13,7 @@ from gradbox_engine.model.calling.blame import is_out_of_memory
 from gradbox_engine.model.calling.calls import ShardGraph
 from gradbox_engine.model.calling.outputs import Outputs
 from gradbox_engine.model.calling.shard_feed import Position
-from gradbox_engine.model.state.snapshots import Snapshot
+from gradbox_engine.model.state.buffers import Snapshot
 
 T = TypeVar("T")
 

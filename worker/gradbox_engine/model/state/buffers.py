@@ -1,31 +1,27 @@
-"""A model's buffers through a job: batch-norm statistics, moving averages, power iterations.
+"""A model's state through a job: S₀ … Sₙ, before the first shard and after each.
 
-One rule: S₀ … Sₙ, the buffers before the first shard and after each, are always kept. Sᵢ is
-restored before a call on shard i, and Sᵢ₊₁ before the backward pass of a graph that was kept from
-shard i, since a checkpointed block or a custom function may read buffers there. So a kept graph
-and a replay see the same numbers, those that plain torch would show to one shard alone.
+One rule: S₀ … Sₙ are always kept. Sᵢ is restored before a call on shard i, and Sᵢ₊₁ before the
+backward pass of a graph that was kept from shard i, since a checkpointed block or a custom function
+may read buffers there. So a kept graph and a replay see the same numbers, those that plain torch
+would show to one shard alone.
 
-A model may write into a buffer, or bind its name to a new tensor. What is written into stays the
-registered tensor: its numbers and its version counter are restored in place, so that views of it,
-and graphs that saved it, find them. A name that the model binds anew gets a new tensor at every
-restore, and none that was once bound is written to again, for a graph may have saved it.
+A model may write into a buffer, or bind its name to a new tensor. What was registered stays the
+same tensor: its numbers and its version counter are restored in place, so that views of it, and
+graphs that saved it, find them; see `buffer_numbers`. What is bound anew, and all else that shards
+change, as a counter of calls, is an entry like any other: see `model_state`.
 
 A buffer may end a shard with a graph that the next one does not use: a spiking layer keeps its
 state in one, and sets it anew at the beginning of each call. The graph is cut, and a zero that
 requires grad is subtracted in its place: a gradient that reaches the zero would have passed from
 one shard to the one before, and is refused.
 
-All else that shards change, as a counter of calls, belongs to S₀ … Sₙ too: see `model_state`.
-
-Change is told by value: writes through `.data`, and batch norm's own, leave no trace in a version
-counter.
-
-Cost: the changing buffers once a shard, packed into one flat tensor for each dtype.
+A checkpoint has of each state what differs from the one before, and nothing of the first, which is
+the model's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NoReturn
@@ -33,31 +29,80 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
+from gradbox_engine.checkpoint import Checkpoint
 from gradbox_engine.errors import GraphInBuffer
-from gradbox_engine.model.state.model_state import AS_REGISTERED, ModelState
-from gradbox_engine.model.state.snapshots import Live, PackedValues, Slot, Snapshot
-from gradbox_engine.model.tensor_equality import form, same_values, storages_of, writable
+from gradbox_engine.model.state.buffer_numbers import BufferNumbers, RegisteredBuffers
+from gradbox_engine.model.state.model_state import AS_REGISTERED, ModelState, State
+from gradbox_engine.model.state.stated import from_stated, stated
+from gradbox_engine.model.tensor_equality import same_values, storages_of
+
+Slot = tuple[str, str]
+"""A submodule's name and the buffer's name in it."""
+
+Live = dict[Slot, Tensor | None]
+
+
+class Snapshot:
+    """A model's state at one moment.
+
+    `numbers` are those of the registered buffers, `beyond` is what else differs from the registered
+    model, None where that is to stay as it is; `carrying` are the buffers that had a graph then.
+    """
+
+    def __init__(
+        self,
+        buffers: Buffers,
+        numbers: BufferNumbers,
+        beyond: State | None,
+        carrying: frozenset[Slot] = frozenset(),
+    ) -> None:
+        self.numbers, self.beyond, self.carrying = numbers, beyond, carrying
+        self.buffers = buffers
+
+    @property
+    def values(self) -> Live:
+        """The values of all buffers by slot, those kept together as views."""
+        numbers, indices = self.numbers.values, self.buffers.numbers.indices
+        bound = self.buffers.bound(self.beyond or AS_REGISTERED)
+        return {
+            slot: numbers[indices[id(value)]] if id(value) in indices else value
+            for slot, value in bound.items()
+        }
+
+    def with_values(self, values: Live) -> Snapshot:
+        """Return one in which registered buffers have these values, and all else stays as it is."""
+        indices = self.buffers.numbers.indices
+        bound = self.buffers.bound(AS_REGISTERED)
+        apart = {
+            indices[id(buffer)]: value
+            for slot, buffer in bound.items()
+            if (value := values.get(slot)) is not None
+        }
+        return Snapshot(self.buffers, BufferNumbers(apart, versions={}), None)
+
+    def equals(self, other: Snapshot) -> bool:
+        """Return whether values are equal, NaN not, and what else is kept; waits for the device."""
+        if not (self.beyond or AS_REGISTERED).equals(other.beyond or AS_REGISTERED):
+            return False
+        own, others = self.values, other.values
+        return own.keys() == others.keys() and all(
+            a is b or (a is not None and b is not None and same_values(a, b))
+            for a, b in ((own[slot], others[slot]) for slot in own)
+        )
 
 
 class Buffers:
-    """The live buffers of a model."""
+    """The live buffers of a model, and all else that shards may change."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._modules = dict(model.named_modules())
-        self._buffer_tables = [(name, m._buffers) for name, m in self._modules.items()]
         self.beyond = ModelState(model)
-        self._registered = self._live()  # the tensors that are bound when the job begins
-        self._forms = {slot: form(b) for slot, b in self._registered.items() if b is not None}
-        self._changing: set[Slot] = set()  # whose numbers a shard changed: packed in each S
-        self._rebound: set[Slot] = set()  # whose name a shard bound anew
-        self.first = self._take(self._registered, None, frozenset())
-        self.outdates_older_graphs = False
-        """Set by `advance` where a buffer that shards had written into was bound anew: graphs of
-        the shards before the newest saved a tensor whose numbers are not restored any more."""
+        self.numbers = RegisteredBuffers(b for b in self._live().values() if b is not None)
+        self.first = Snapshot(self, self.numbers.first, AS_REGISTERED)
 
     def advance(self, previous: Snapshot) -> Snapshot:
-        """Return the buffers after a shard, and make them ready for the next one.
+        """Return the state after a shard, and make the model ready for the next one.
 
         Args:
             previous: what this returned for the shard before.
@@ -65,29 +110,21 @@ class Buffers:
         Raises:
             GraphInBuffer: a registered tensor was overwritten by one with a graph.
         """
-        live = self._live()
-        carrying = self._carrying(live)
-        bound_anew = {s for s, b in live.items() if b is not self._registered.get(s)}
-        self.outdates_older_graphs = bool((bound_anew - self._rebound) & self._changing)
-        snapshot = self._take(live, previous, carrying)
-        self._rebound |= bound_anew
-        values = snapshot.values if bound_anew else {}
-        for module, name in bound_anew:
-            value = values[module, name]
-            self._modules[module]._buffers[name] = None if value is None else _copy(value)
+        carrying = self._carrying()
+        numbers, beyond = self.numbers.take(previous.numbers), self.beyond.state()
         self._cut_graphs(carrying)
-        return snapshot
+        return Snapshot(self, numbers, beyond, carrying)
 
-    def _carrying(self, live: Live) -> frozenset[Slot]:
+    def _carrying(self) -> frozenset[Slot]:
         """Return which buffers carry a graph, or are another leaf than the registered one.
 
         A registered leaf that was only told to require grad carries none, and is told not to.
         """
         found = set()
-        for slot, buffer in live.items():
+        for slot, buffer in self._live().items():
             if buffer is None or not buffer.requires_grad:
                 continue
-            if buffer is not self._registered.get(slot) and buffer.layout is torch.strided:
+            if id(buffer) not in self.numbers.indices and buffer.layout is torch.strided:
                 found.add(slot)
             elif buffer.is_leaf and not isinstance(buffer, nn.Parameter):
                 buffer.requires_grad_(False)
@@ -105,20 +142,20 @@ class Buffers:
             bound = self._modules[module]._buffers
             value = bound[name]
             assert value is not None
+            value = value.detach()
             zero = value.new_zeros(()).requires_grad_()
             zero.register_hook(partial(_refuse_crossing, _join(module, name)))
             with torch.enable_grad():
                 bound[name] = value - zero  # which keeps the sign of a zero, too
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Give every buffer the value it had when `snapshot` was taken, and no graph."""
-        if snapshot.beyond is not None:
+        """Give the model the state it had when `snapshot` was taken, and its buffers no graph."""
+        if snapshot.beyond is None:
+            self.beyond.restore_buffers()
+        else:
             self.beyond.restore(snapshot.beyond)
-        values, live = snapshot.values, self._live()
-        if values or live:
-            self._restore(values, live)
-            self._restore_versions(snapshot)
-            self._cut_graphs(snapshot.carrying)
+        self.numbers.restore(snapshot.numbers)
+        self._cut_graphs(snapshot.carrying)
 
     @contextmanager
     def left_out_undone(self) -> Iterator[None]:
@@ -134,49 +171,6 @@ class Buffers:
         yield
         now.restore(AS_REGISTERED)
 
-    @torch.no_grad()
-    def _restore(self, values: Live, live: Live) -> None:
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
-        for buffer in live.values():
-            if buffer is not None and buffer.requires_grad:
-                buffer.detach_()
-        for module, name in [slot for slot in live if slot not in values]:
-            delattr(self._modules[module], name)
-        for (module, name), value in values.items():
-            bound, registered = self._modules[module]._buffers, self._registered.get((module, name))
-            if value is None:
-                bound[name] = None
-            elif registered is None or not self._restorable((module, name), registered, value):
-                bound[name] = _copy(value)
-            else:
-                bound[name] = registered
-                if writable(registered):
-                    targets.append(registered.data)  # of a version counter of its own
-                    sources.append(value)
-        if targets:
-            torch._foreach_copy_(targets, sources)
-
-    def _restorable(self, slot: Slot, registered: Tensor, value: Tensor) -> bool:
-        """Return whether the registered tensor can have the numbers of `value`, or has them."""
-        if slot in self._rebound:
-            return False
-        if not writable(registered):
-            return same_values(registered, value)
-        return form(registered) == form(value)
-
-    def _restore_versions(self, snapshot: Snapshot) -> None:
-        """Let graphs that saved a registered tensor find the version that they saved.
-
-        autograd takes a tensor for overwritten when its counter has moved on. Here the numbers
-        were restored, so the counter is, too. A shard that overwrites in place what its own graph
-        saved still fails, as in plain torch: its counter ends above the saved one. The function is
-        private to torch, which uses it for the same purpose in FSDP; there is no public one.
-        """
-        held = [(self._registered[slot], number) for slot, number in snapshot.versions.items()]
-        tensors = tuple(tensor for tensor, _ in held if tensor is not None)
-        torch._C._autograd._unsafe_set_version_counter(tensors, tuple(number for _, number in held))
-
     def storages(self) -> set[int]:
         """Return the addresses of the storages that the live buffers use."""
         return set(storages_of(b for b in self._live().values() if b is not None))
@@ -184,69 +178,60 @@ class Buffers:
     def named(self, snapshot: Snapshot) -> dict[str, Tensor]:
         """Return copies of a snapshot's values by the names `named_buffers` gives them."""
         values = snapshot.values
-        ordered = dict.fromkeys([*self._registered, *values])
+        ordered = dict.fromkeys([*self.bound(AS_REGISTERED), *values])
         return {
-            _join(*slot): _copy(value)
+            _join(*slot): value.detach().clone()
             for slot in ordered
             if (value := values.get(slot)) is not None
+        }
+
+    def bound(self, beyond: State) -> Live:
+        """Return what a state binds to the names of buffers; a registered buffer as it is now."""
+        return {
+            (module, name): value
+            for module, entries in self.beyond.tables_of_buffers(beyond)
+            for name, value in entries
         }
 
     def _live(self) -> Live:
         return {
             (prefix, name): buffer
-            for prefix, table in self._buffer_tables
-            if table
-            for name, buffer in table.items()
+            for prefix, module in self._modules.items()
+            if module._buffers
+            for name, buffer in module._buffers.items()
         }
 
-    def _versions(self, live: Live) -> dict[Slot, int]:
-        return {
-            slot: buffer._version
-            for slot, buffer in live.items()
-            if buffer is not None
-            and buffer is self._registered.get(slot)
-            and not buffer.is_inference()
-        }
 
-    @torch.no_grad()
-    def _take(self, live: Live, previous: Snapshot | None, carrying: frozenset[Slot]) -> Snapshot:
-        """Return the live values, sharing with `previous` what did not change."""
-        if previous is not None:
-            self._changing.update(previous.share())
-        apart: Live = {}
-        together: dict[tuple[torch.dtype, torch.device], dict[Slot, Tensor]] = {}
-        compare: list[Slot] = []
-        for slot, buffer in live.items():
-            before = None if previous is None else previous.apart(slot)
-            if buffer is None:
-                apart[slot] = None
-            elif (
-                slot in self._changing
-                and self._forms.get(slot) == form(buffer)
-                and buffer.layout is torch.strided
-            ):
-                together.setdefault((buffer.dtype, buffer.device), {})[slot] = buffer
-            elif before is None or form(buffer) != form(before):
-                apart[slot] = _copy(buffer)
-            elif buffer.device.type != "cpu" and buffer.layout is torch.strided:
-                apart[slot] = _copy(buffer)
-                compare.append(slot)
-            elif same_values(buffer, before):
-                apart[slot] = before
-            else:
-                apart[slot] = _copy(buffer)
-                self._changing.add(slot)
-        packed = [PackedValues.of(alike) for alike in together.values()]
-        snapshot = Snapshot(
-            apart,
-            packed,
-            versions=self._versions(live),
-            beyond=AS_REGISTERED if previous is None else self.beyond.state(),
-            carrying=carrying,
-        )
-        if previous is not None and compare:
-            snapshot.compare_later(previous, compare)
-        return snapshot
+def packed(states: Sequence[Snapshot], model: ModelState) -> Checkpoint:
+    """Return what makes S₁ … Sₙ of S₀, all of which has to be such as can be stated."""
+    tensors: dict[str, Tensor] = {}
+    facts = []
+    earlier = states[0].numbers.values
+    for index, snapshot in enumerate(states[1:]):
+        numbers, beyond = snapshot.numbers.values, snapshot.beyond or AS_REGISTERED
+        tensors |= {f"{index}/{i}": new for i, new in numbers.items() if new is not earlier[i]}
+        tensors |= {f"{index}/copy {number}": c for number, c in enumerate(beyond.copies)}
+        carrying = sorted(map(list, snapshot.carrying))
+        facts.append([stated(model, beyond), len(beyond.copies), carrying])
+        earlier = numbers
+    return Checkpoint(tensors, {"states": facts})
+
+
+def unpacked(found: Checkpoint, first: Snapshot, model: ModelState) -> list[Snapshot]:
+    """Return S₀ … Sₙ, S₀ being `first`."""
+    states, numbers = [first], first.numbers.values
+    changed: dict[int, dict[str, Tensor]] = {}
+    for key, value in found.tensors.items():
+        place, _, name = key.partition("/")
+        changed.setdefault(int(place), {})[name] = value
+    for index, (told, num_copies, carrying) in enumerate(found.facts["states"]):
+        named = changed.get(index, {})
+        copies = [named.pop(f"copy {number}") for number in range(num_copies)]
+        numbers = numbers | {int(i): value for i, value in named.items()}
+        beyond = from_stated(model, told, copies)
+        slots = frozenset((module, name) for module, name in carrying)
+        states.append(Snapshot(first.buffers, BufferNumbers(numbers, versions={}), beyond, slots))
+    return states
 
 
 def _refuse_crossing(name: str, _: Tensor) -> NoReturn:
@@ -255,10 +240,6 @@ def _refuse_crossing(name: str, _: Tensor) -> NoReturn:
         f"through this buffer; update it under torch.no_grad() or from detached tensors, or set it "
         f"anew at the beginning of each call"
     )
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
 
 
 def _join(prefix: str, name: str) -> str:

@@ -25,7 +25,7 @@ entries in all, as a trainer with its data does.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from gradbox_engine.model.shared_memory import copies
 from gradbox_engine.model.state.containers import (
     CONTAINERS,
+    MAPPINGS,
     VALUES,
     num_entries,
     parts_of,
@@ -106,14 +107,13 @@ AS_REGISTERED: Final = State()
 
 
 class ModelState:
-    """A model's state when this was made, and what differs from it later."""
+    """A model's state when this was made, and what differs from it later.
 
-    def __init__(self, model: nn.Module, *, with_buffers: bool = False) -> None:
-        """Walk through a model.
+    Which buffers are bound belongs to it, and what registered ones hold does not: see `buffers`.
+    """
 
-        Args:
-            with_buffers: whether which buffers it has is restored, too.
-        """
+    def __init__(self, model: nn.Module) -> None:
+        """Walk through a model."""
         self.in_order = False
         """Whether what states left out varied from shard to shard: a second pass has to take all
         shards, in their order."""
@@ -128,7 +128,8 @@ class ModelState:
         self._before: dict[str, Outline] | None = None  # of what the shard before left out
         self._model = model
         self._modules = list(model.named_modules())
-        self.tensors = self._find(with_buffers=with_buffers)
+        self._tables_of_buffers = {id(module._buffers) for _, module in self._modules}
+        self.tensors = self._find()
         """Those that are registered nowhere."""
         found = self._first.values()
         self.entries = [inside for inside in found if isinstance(inside, Entries)]
@@ -146,6 +147,8 @@ class ModelState:
         keepable = partial(self._is_keepable, came=came)
         left: list[LeftOut] = []
         for key, inside in changed.items():
+            if key in self._tables_of_buffers:  # all are kept
+                continue
             registered = self._first.get(key)
             if parts := inside.too_much(registered, keepable):
                 left += inside.leave_out(registered, parts)
@@ -170,13 +173,17 @@ class ModelState:
         ]
         if not new:
             return []
-        known = (inside.owner for inside in self._first.values() if isinstance(inside, Numbers))
-        registered = storages_of(chain(self._model.parameters(), self._model.buffers(), known))
+        tables = (entries for _, entries in self.tables_of_buffers(AS_REGISTERED))
+        buffers = (b for _, b in chain.from_iterable(tables) if b is not None)
+        others = (inside.owner for inside in self._first.values() if isinstance(inside, Numbers))
+        registered = storages_of(chain(self._model.parameters(), buffers, others))
         return [tensor for tensor in new if not storages_of([tensor]).keys() & registered.keys()]
 
-    def state_of(self, changed: Mapping[int, Mutable], *, lacks: bool) -> State:
+    def state_of(
+        self, changed: Mapping[int, Mutable], copied: Iterable[Tensor], *, lacks: bool
+    ) -> State:
         """Return the state in which these hold something else, and lacks what it did before."""
-        return self._state(changed, self._came_since(changed.values()), lacks=lacks)
+        return self._state(changed, self._came_since(changed.values()), lacks=lacks, copied=copied)
 
     def _state(
         self,
@@ -184,10 +191,11 @@ class ModelState:
         came: Mapping[int, Mutable],
         *,
         lacks: bool,
-        copied: Iterable[Tensor] = (),
+        copied: Iterable[Tensor],
     ) -> State:
         differing = {key: m.differing(self._first.get(key)) for key, m in changed.items()}
         kept = frozenset(key for key, names in differing.items() if names)
+        kept -= self._tables_of_buffers
         names = sorted(chain.from_iterable(differing.values()))
         attributes = tuple(name for name in names if name.rpartition(".")[2] not in OF_TORCH)
         return State(changed, came, kept, attributes, lacks, tuple(copied))
@@ -208,12 +216,24 @@ class ModelState:
         for inside in (*state.changed.values(), *state.came.values()):
             inside.restore(others)
 
-    def _find(self, *, with_buffers: bool) -> list[Tensor]:
+    def restore_buffers(self) -> None:
+        """Bind the names of buffers to the registered ones."""
+        for key in self._tables_of_buffers & self._first.keys():
+            self._first[key].restore({})
+
+    def tables_of_buffers(self, state: State) -> Iterator[tuple[str, Iterable[tuple[str, Any]]]]:
+        """Return by module the buffers that are bound in a state, with their names."""
+        for path, module in self._modules:
+            key = id(module._buffers)
+            inside = state.changed.get(key) or self._first.get(key)
+            if isinstance(inside, Entries):
+                yield path, inside.parts()
+
+    def _find(self) -> list[Tensor]:
         """Note what can change in submodules, then what lies inside their attributes."""
-        tables = TABLES if with_buffers else TABLES - {"_buffers"}
         for _, module in self._modules:
             registered = chain(module._parameters.values(), module._buffers.values())
-            self._seen.update(map(id, (module, module._buffers, *registered)))
+            self._seen.update(map(id, (module, *registered)))
         places: list[Place] = []
         for path, module in self._modules:
             attributes = vars(module)
@@ -222,8 +242,8 @@ class ModelState:
                 inside = scripted(path, module)
                 self._first[id(inside)] = inside
             for name, value in attributes.items():
-                if name in tables and isinstance(value, CONTAINERS):
-                    if value:
+                if name in TABLES and isinstance(value, (*CONTAINERS, *MAPPINGS)):
+                    if value or name == "_buffers":
                         self._first[id(value)] = Entries(path_to(name, path, module), value, value)
                     else:
                         self._empty.append(value)
@@ -331,7 +351,7 @@ def _copies(tensors: Collection[Tensor]) -> dict[int, Tensor]:
     """Return leaves of the same numbers by id, which lie in each other's memory as tensors do."""
     found = copies(tensors)
     for tensor in tensors:
-        found[id(tensor)].requires_grad_(tensor.requires_grad)
+        found[id(tensor)].requires_grad_(tensor.requires_grad and tensor.is_leaf)
     return found
 
 

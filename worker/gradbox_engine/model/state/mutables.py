@@ -22,6 +22,7 @@ from gradbox_engine.model.state.containers import (
     attributes_of,
     entries_of,
     fill,
+    keys_of,
     path_to,
     slots_of,
 )
@@ -123,6 +124,12 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b) if isinstance(a, VALUES) else isinstance(a, CONTAINERS) and not (a or b)
 
 
+def _unchanged(now: Any, before: Any) -> bool:
+    """Return whether an entry need not be put back; another tensor has to, for it may be written
+    to."""
+    return now is before or (not isinstance(now, Tensor) and same(now, before))
+
+
 def is_small(tensor: Tensor) -> bool:
     """Return whether n states may have a tensor each: it has no graph, and few bytes."""
     return tensor.is_leaf and is_plain(tensor) and tensor.nbytes <= MOST_KEPT_BYTES
@@ -181,7 +188,7 @@ class Entries:
         before = self.values or []
         if type(self.owner) is not self.kind or keys != self.keys or len(now) != len(before):
             return True
-        return not (all(map(is_, now, before)) or all(map(same, now, before)))
+        return not (all(map(is_, now, before)) or all(map(_unchanged, now, before)))
 
     def again(self) -> Entries:
         return Entries(self.path, self.owner, self.container)
@@ -242,8 +249,7 @@ class Entries:
         if self.container is None:
             attributes = attributes_of(self.owner) or {}
             return list(attributes), list(attributes.values())
-        keys = list(self.container) if isinstance(self.container, dict) else []
-        return keys, entries_of(self.container)
+        return keys_of(self.container), entries_of(self.container)
 
     def _fill(self, keys: list[Any], values: list[Any]) -> None:
         live_keys, live = self._live()

@@ -32,7 +32,7 @@ def restored(model: nn.Module) -> Iterator[list[Tensor]]:
     A device that refuses all work takes the model with it; then the error that says why goes on.
     """
     modules = list(model.modules())
-    registered = ModelState(model, with_buffers=True)
+    registered = ModelState(model)
     scripted = [(module, scripted_attributes(module)) for module in modules]
     modes = [module.training for module in modules]
     parameters = _tensors(module._parameters for module in modules)
