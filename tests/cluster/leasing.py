@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gradbox_worker.cluster.head.address_file import NAME, ClusterAddress
-from gradbox_worker.cluster.head.leases import Wish
+from gradbox_worker.cluster.head.leases import LeaseRequest
 from gradbox_worker.cluster.head.ray_environment import reach
 
 WAIT_S = 5.0
@@ -26,35 +26,35 @@ def main(data: Path) -> dict[str, Any]:
     from gradbox import Gradient
     from gradbox_engine.ranges import Range
     from gradbox_worker.cluster.coordinator.joined import JoinedCluster
-    from gradbox_worker.cluster.coordinator.leased_devices import LeasedDevices
+    from gradbox_worker.cluster.coordinator.open_devices import OpenDevices
     from gradbox_worker.cluster.head.pool import POOL
     from tests.cluster.test_restarted_device import SHARDS, range_job
 
     cluster = JoinedCluster(data / NAME)
     pool = ray.get_actor(POOL)
 
-    def leased(wish: Wish) -> list[Any]:
-        return cluster.lease(wish, while_waiting=cluster.check)
+    def leased(request: LeaseRequest) -> list[Any]:
+        return cluster.lease(request, while_waiting=cluster.check)
 
-    first = leased(Wish("first", "", at_most=2))
-    waits = pool.lease.remote(Wish("waits", ""), os.getpid())
+    first = leased(LeaseRequest("first", "", at_most=2))
+    waits = pool.lease.remote(LeaseRequest("waits", ""), os.getpid())
     pending = not ray.wait([waits], timeout=WAIT_S / 5)[0]
     cluster.end("waits")
     answered = bool(ray.wait([waits], timeout=WAIT_S)[0])
     cluster.end("first")
-    second = leased(Wish("second", "", at_most=2))
+    second = leased(LeaseRequest("second", "", at_most=2))
     for device in first:
         cluster.give_back(device)  # once more, for `end` did
-    others = pool.lease.remote(Wish("others", ""), os.getpid())
+    others = pool.lease.remote(LeaseRequest("others", ""), os.getpid())
     given = bool(ray.wait([others], timeout=WAIT_S / 2)[0])
     cluster.end("others")
     cluster.end("second")
-    wish = Wish("third", "", at_most=2)
+    request = LeaseRequest("third", "", at_most=2)
     job = Gradient(model="mlp", inputs=SHARDS, loss=lambda z: z.sum())
-    devices = LeasedDevices(
+    devices = OpenDevices(
         cluster,
-        leased(wish),
-        wish=wish,
+        leased(request),
+        request=request,
         job=ray.put(range_job(job, cluster.views)),
         job_key=("job", 1),
         groups=(),
@@ -73,7 +73,7 @@ def main(data: Path) -> dict[str, Any]:
         "answered": answered,
         "given": given,
         "its_own": its_own,
-        "ended": len(cluster.more(Wish("third", ""))),
+        "ended": len(cluster.more(LeaseRequest("third", ""))),
     }
 
 

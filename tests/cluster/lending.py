@@ -83,12 +83,12 @@ class Lending:
 
     def num_lent(self, *, wanted: int) -> int:
         """Return how many devices a lease gets, once it gets so many; or after a while."""
-        from gradbox_worker.cluster.head.leases import Wish
+        from gradbox_worker.cluster.head.leases import LeaseRequest
 
         deadline = time.monotonic() + DEADLINE_S
         while True:
             lease = uuid.uuid4().hex
-            found = len(self.asked("lease", Wish(lease, "", at_most=9), os.getpid()))
+            found = len(self.asked("lease", LeaseRequest(lease, "", at_most=9), os.getpid()))
             self.asked("end", lease)
             if found >= wanted or time.monotonic() > deadline:
                 return found
@@ -99,11 +99,11 @@ class Lending:
         (self.folder / "later.py").write_text(MODELS.format(width=width))
 
     def after_a_change_while_models_were_read(self) -> int:
-        """Return how many of two devices are lent, of which one read the model late."""
-        from gradbox_worker.cluster.head.leases import Wish
+        """Return how many of two devices are leased, of which one read the model late."""
+        from gradbox_worker.cluster.head.leases import LeaseRequest
 
         self.asked("have_models", 0)
-        _, other = self.asked("lease", Wish("both", "", at_most=2), os.getpid())
+        _, other = self.asked("lease", LeaseRequest("both", "", at_most=2), os.getpid())
         before = self._process_of(other)
         self.write_model(width=2)
         reading = self._pool.have_models.remote(1)
@@ -117,15 +117,15 @@ class Lending:
         self.asked("have_models", 2)
         return self.num_lent(wanted=2)
 
-    def _process_of(self, lent: Any) -> int | None:
+    def _process_of(self, leased: Any) -> int | None:
         """Return the process of a device, or None if it is being started."""
         try:
-            return int(self._ray.get(lent.actor.describe.remote())["process"])
+            return int(self._ray.get(leased.actor.describe.remote())["process"])
         except self._ray.exceptions.RayActorError:
             return None
 
     def after_one_joined_that_began_earlier(self) -> int:
-        """Return how many of three devices are lent, of which one began with an older model."""
+        """Return how many of three devices are leased, of which one began with an older model."""
         from gradbox_worker.cluster.actor.device_actor import CONTROL, ROWS, DeviceActor
 
         groups = {CONTROL: 1, ROWS: 1}
@@ -140,7 +140,7 @@ class Lending:
         return self.num_lent(wanted=3)
 
     def after_one_was_not_made_empty(self) -> int:
-        """Return how many of three devices are lent after one has failed."""
+        """Return how many of three devices are leased after one has failed."""
         described = self._ray.get(self.asked("any_device").describe.remote())
         remote = self._ray.remote(max_restarts=-1)(NeverEmpty)
         failing = remote.options(num_cpus=0).remote(self.folder / "failed")

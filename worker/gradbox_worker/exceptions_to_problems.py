@@ -129,12 +129,12 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether memory ran out, by the error or one of its causes."""
+    """Return whether memory ran out, by the error or one of its causes."""
     return any(gradbox_engine.is_out_of_memory(link) for link in _chain(error))
 
 
 def refuses_work(device: torch.device) -> bool:
-    """Tell whether CUDA refuses all further work in this process; waits for the device.
+    """Return whether CUDA refuses all further work in this process; waits for the device.
 
     An assertion that fails in a kernel may come back as another library's plain RuntimeError.
     """
@@ -161,7 +161,7 @@ def wanted_bytes(error: BaseException) -> int:
 
 
 def _spoils_device(error: BaseException) -> bool:
-    """Tell whether CUDA refuses all further work in this process, as after a failed assertion."""
+    """Return whether CUDA refuses all further work in this process, as after a failed assertion."""
     return any(
         isinstance(link, torch.AcceleratorError) and not gradbox_engine.is_out_of_memory(link)
         for link in _chain(error)

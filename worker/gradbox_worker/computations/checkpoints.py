@@ -125,7 +125,7 @@ class CheckpointFile:
         return checkpoint_path(self._folder, self._job_id)
 
     def due(self) -> bool:
-        """Tell whether it is time to write the state."""
+        """Return whether it is time to write the state."""
         wait_s = self._pace.every_s if self._num_written else self._pace.first_s
         return self._clock() - self._written_at >= wait_s and self._affordable()
 
@@ -168,7 +168,7 @@ class CheckpointFile:
         self._num_written += 1
 
     def _affordable(self) -> bool:
-        """Tell whether there is time for one more like the last."""
+        """Return whether there is time for one more like the last."""
         ran_s = self._clock() - self._began
         return self._total_s + self._last_s <= self._pace.share * ran_s
 

@@ -152,7 +152,7 @@ class Execution:
             log.info("job %s is begun again: it ran out of memory beside %s", work.job_id, others)
 
     def _models_are_in_the_way(self, wanted: int) -> bool:
-        """Tell whether a job that ran out of memory may fit once other models are dropped."""
+        """Return whether a job that ran out of memory may fit once other models are dropped."""
         registry = self.registry
         if not registry.num_idle(but=self.work.model) or wanted > memory_bytes(registry.device):
             return False

@@ -40,7 +40,7 @@ def compute(job: LoadedJob, spec: GradientSpec) -> Computed:
 
 
 def wants_loss_buffers(spec: GradientSpec, loss: Loss) -> bool:
-    """Tell whether the result has what the loss leaves in its buffers."""
+    """Return whether the result has what the loss leaves in its buffers."""
     return loss.has_buffers and "buffers" in spec.returns
 
 

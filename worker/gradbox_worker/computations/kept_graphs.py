@@ -148,7 +148,7 @@ class KeptGraphs:
 
 
 def _is_of_remote_autograd(spec: JobSpec) -> bool:
-    """Tell whether a job is one of the two halves of remote autograd."""
+    """Return whether a job is one of the two halves of remote autograd."""
     if isinstance(spec, GradientSpec):
         return isinstance(spec.loss, CotangentsLoss)
     return isinstance(spec, ForwardSpec)

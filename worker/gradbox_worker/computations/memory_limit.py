@@ -46,7 +46,7 @@ class MemoryLimit:
         self._job_bytes = job_bytes
 
     def leaves_room_of_models(self) -> bool:
-        """Tell whether a job could take more if models left the device.
+        """Return whether a job could take more if models left the device.
 
         Not where `job_bytes` is its limit, for these are counted from what the process has.
         """

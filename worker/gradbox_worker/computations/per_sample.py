@@ -96,7 +96,7 @@ def vectors(spec: Spec, tensors: TensorSource) -> Any:
 
 
 def rows_go_to_file(spec: Spec) -> bool:
-    """Tell whether rows may be dense, and are then written to the result file piece by piece."""
+    """Return whether rows may be dense, and are then written to the result file piece by piece."""
     return spec.form != "factored" and spec.reduce == "none"
 
 

@@ -54,7 +54,7 @@ def _row_major(shape: torch.Size) -> tuple[int, ...]:
 
 
 def _overlaps(tensor: Tensor) -> bool:
-    """Tell whether two entries may be one number in memory, expanded dims aside."""
+    """Return whether two entries may be one number in memory, expanded dims aside."""
     reached = 0  # how far the dims so far go
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if stride and size > 1:

@@ -41,7 +41,7 @@ class Builds:
         self.current, self._killed = None, ("", 0)
 
     def overdue(self) -> bool:
-        """Tell whether the model has taken all the time that it has."""
+        """Return whether the model has taken all the time that it has."""
         return self.current is not None and time.monotonic() >= self._until_s
 
     def left_out_after(self, ended: Exit) -> ModelView | None:

@@ -49,7 +49,7 @@ class Inbox:
             return None
 
     def stop_requested(self, job_id: str, attempt: int) -> bool:
-        """Tell whether this attempt is to stop."""
+        """Return whether this attempt is to stop."""
         return self._stopped == (job_id, attempt)
 
     def _read(self) -> None:

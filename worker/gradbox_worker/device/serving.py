@@ -45,15 +45,15 @@ def serve(
     Args:
         begin: the worker's first message.
     """
-    tell = partial(send, connection)
+    report = partial(send, connection)
 
     def open_device() -> WarmDevice:
         device = WarmDevice(
             settings,
-            tell=tell,
+            report=report,
             known=begin.known,
             unusable=begin.unusable,
-            before_building=lambda name: tell(Building(model=name)),
+            before_building=lambda name: report(Building(model=name)),
         )
         ready = DeviceReady(
             models=device.views,
@@ -61,12 +61,12 @@ def serve(
             hardware=device.hardware,
             memory=device.memory(),
         )
-        tell(ready)
+        report(ready)
         return device
 
     device = caught(open_device, doing="the device process's start", let_through=OSError)
     if isinstance(device, Caught):
-        tell(DeviceUnready(problem=device.problem))
+        report(DeviceUnready(problem=device.problem))
         return
     import_for_jobs()
     has_run = False
@@ -77,12 +77,12 @@ def serve(
             continue
         if has_run and _is_short_of_files():
             log.warning("jobs left many files open: another process takes job %s", work.job_id)
-            tell(RunLost(reason="it was short of files", leaving=True, begun=False))
+            report(RunLost(reason="it was short of files", leaving=True, begun=False))
             _leave()
         has_run = True
         stop_requested = partial(orders.stop_requested, work.job_id, work.attempt)
         answer = device.run(work, stop_requested=stop_requested)
-        tell(answer)
+        report(answer)
         if isinstance(answer, RunFailed) and answer.leaving:
             _leave()
 
@@ -94,7 +94,7 @@ def _leave() -> NoReturn:
 
 
 def _is_short_of_files() -> bool:
-    """Tell whether half of the files are open that this process may have: models leave some."""
+    """Return whether half of the files are open that this process may have: models leave some."""
     try:
         num_open = len(os.listdir("/dev/fd"))
     except OSError as error:

@@ -61,7 +61,7 @@ class WarmDevice:
         self,
         settings: DeviceSettings,
         *,
-        tell: Callable[[FromDevice], None],
+        report: Callable[[FromDevice], None],
         known: Mapping[str, str] | None = None,
         unusable: Mapping[str, str] | None = None,
         entries: Mapping[str, ModelEntry] | None = None,
@@ -70,7 +70,7 @@ class WarmDevice:
         """Open the device and build the models that are not known.
 
         Args:
-            tell: hears of progress, phases and memory while a job runs.
+            report: hears of progress, phases and memory while a job runs.
             known: see `messages.Begin`.
             unusable: see `messages.Begin`.
             entries: of the models file, where that is not to be read here.
@@ -102,11 +102,11 @@ class WarmDevice:
         self.hardware = hardware_name(*devices)
         self.limit = MemoryLimit(*devices, job_bytes=settings.job_memory_bytes)
         self.result_memory_bytes = settings.result_memory_bytes
-        self._tell = tell
+        self._report = report
         self._blobs, self.kept = blob_store(settings.data), KeptGraphs()
         pace_s = settings.checkpoint_after_s
         self._pace = None if pace_s is None else Pace.after(pace_s)
-        self._gauge = Gauge(tell, self.registry)
+        self._gauge = Gauge(report, self.registry)
         self._spoilt_by: Caught | None = None
 
     def memory(self) -> DeviceMemory:
@@ -149,14 +149,14 @@ class WarmDevice:
 
     def watched(self, *, stop_requested: Callable[[], bool]) -> Reporter:
         """Return an observer for the engine that tells progress and stops on request."""
-        return Reporter(self._tell, stop_requested=stop_requested, gauge=self._gauge)
+        return Reporter(self._report, stop_requested=stop_requested, gauge=self._gauge)
 
 
 class Gauge:
     """Tells what is in the device's memory, now and then."""
 
-    def __init__(self, tell: Callable[[FromDevice], None], registry: Registry) -> None:
-        self._tell = tell
+    def __init__(self, report: Callable[[FromDevice], None], registry: Registry) -> None:
+        self._report = report
         self._registry = registry
         self._before_bytes = 0
         self._sent_at = 0.0
@@ -184,7 +184,7 @@ class Gauge:
         memory = measure_device(
             *self._registry.devices, models=self._sent_models, before_bytes=before_bytes
         )
-        self._tell(MemoryMeasured(memory=memory))
+        self._report(MemoryMeasured(memory=memory))
 
 
 class Reporter:
@@ -192,13 +192,13 @@ class Reporter:
 
     def __init__(
         self,
-        tell: Callable[[FromDevice], None],
+        report: Callable[[FromDevice], None],
         *,
         stop_requested: Callable[[], bool],
         gauge: Gauge,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._tell = tell
+        self._report = report
         self._stop_requested = stop_requested
         self._gauge = gauge
         self._clock = clock
@@ -218,8 +218,8 @@ class Reporter:
         if phase == self._phase and now - self._reported_at < REPORT_S:
             return
         self._phase, self._reported_at = phase, now
-        self._tell(ProgressMade(phase=phase, done=done, total=total))
+        self._report(ProgressMade(phase=phase, done=done, total=total))
 
     def phase_ended(self, phase: str, *, began_s: float, ended_s: float) -> None:
         """Hear of a phase that ended."""
-        self._tell(PhaseTimed(phase=phase, began_s=began_s, ended_s=ended_s))
+        self._report(PhaseTimed(phase=phase, began_s=began_s, ended_s=ended_s))

@@ -58,7 +58,7 @@ def entry_of(models: Path, name: str, table: Mapping[str, Any]) -> ModelEntry:
 
 
 def holds(models: Path, name: str) -> bool:
-    """Tell whether a models file has a block of this name; one that is not there has none."""
+    """Return whether a models file has a block of this name; one that is not there has none."""
     return name in _document(models).get("models", {})
 
 

@@ -118,7 +118,7 @@ class Registry:
         return found
 
     def holds(self, name: str) -> bool:
-        """Tell whether a model is on the device, so that `get` need not load it."""
+        """Return whether a model is on the device, so that `get` need not load it."""
         return name in self._loaded
 
     def sizes_bytes(self) -> dict[str, int]:

@@ -108,14 +108,14 @@ class Announcer:
         What Redis refuses for now is said with the next call.
         """
         self._set(state=state, job=job, memory=memory, building=building)
-        now_s, saying, said = time.monotonic(), self._presence, self._said
-        if said is not None and saying.model_copy(update={"memory": said.memory}) == said:
+        now_s, presence, said = time.monotonic(), self._presence, self._said
+        if said is not None and presence.model_copy(update={"memory": said.memory}) == said:
             silent_s = ANNOUNCE_S if memory == said.memory else MEMORY_S
             if now_s - self._said_at < silent_s:
                 return
-        with unless_refused("%s is %s, which nobody hears", saying.name, state):
-            self._fleet.announce(saying, ttl_s=PRESENCE_TTL_S)
-            self._said, self._said_at = saying, now_s
+        with unless_refused("%s is %s, which nobody hears", presence.name, state):
+            self._fleet.announce(presence, ttl_s=PRESENCE_TTL_S)
+            self._said, self._said_at = presence, now_s
 
     def retire(self) -> None:
         """Say that the worker has stopped."""

@@ -131,7 +131,7 @@ class TurnRunner:
         return None if for_others else record.begin(worker=self.worker, now_s=time.time())
 
     def _is_for_others(self, record: JobRecord) -> bool:
-        """Tell whether this device lacks the job's model while another worker may have it.
+        """Return whether this device lacks the job's model while another worker may have it.
 
         Where nobody has it, the job is begun all the same, to fail with what there is instead.
         """

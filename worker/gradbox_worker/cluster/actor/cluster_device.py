@@ -78,7 +78,7 @@ class ClusterDevice:
         self._open_for: tuple[str, int] | None = None
         self._mark = mark
         entries = None if models is None else models_here(ray.get_actor(models))
-        self._device = WarmDevice(settings, tell=self._news.append, entries=entries)
+        self._device = WarmDevice(settings, report=self._news.append, entries=entries)
 
     def describe(self) -> dict[str, Any]:
         """Say what the device is: its models as JSON, and whether it sees the data folder."""
@@ -190,7 +190,7 @@ class ClusterDevice:
     def smaller(
         self, part: Range, task: Any, shared: SharedBySamples, blocks: Any, opened: int
     ) -> bool:
-        """Say whether a range is to keep factors."""
+        """Return whether a range is to keep factors."""
         return self._guarded(partial(self._of_samples().smaller, part, task, shared, blocks))
 
     def run_samples(
@@ -248,7 +248,7 @@ class ClusterDevice:
             held.outlet.place(placement)
 
     def holds(self, job_id: str, attempt: int) -> bool:
-        """Tell whether an attempt is open here, for ranges."""
+        """Return whether an attempt is open here, for ranges."""
         return self._open_for == (job_id, attempt)
 
     def stop(self, job_id: str, attempt: int) -> None:

@@ -115,7 +115,7 @@ class OpenSamples:
     def smaller(
         self, part: Range, task: SampleTask, shared: SharedBySamples, blocks: Sequence[Any]
     ) -> bool:
-        """Say whether `form="auto"` keeps factors; see `SampleRanges`."""
+        """Return whether `form="auto"` keeps factors; see `SampleRanges`."""
         self._sent.receive(blocks)
         return self._ranges.smaller(part, self._here(task, shared))
 

@@ -116,7 +116,7 @@ class RowOutlet:
         return self._kept_as
 
     def go_on(self, place: Path) -> bool:
-        """Tell whether a file that was kept is the one that this attempt goes on with."""
+        """Return whether a file that was kept is the one that this attempt goes on with."""
         return place.name == self._kept_as and place.exists()
 
     def taken(self, *, wait_s: float) -> list[Handed]:

@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 from gradbox.protocol import ModelView
 from gradbox_worker.cluster.exchange.array_buffers import READ_ONLY
 from gradbox_worker.cluster.head.address_file import ClusterAddress
-from gradbox_worker.cluster.head.leases import Lent, Wish
+from gradbox_worker.cluster.head.leases import LeasedDevice, LeaseRequest
 from gradbox_worker.cluster.head.pool import POOL
 from gradbox_worker.cluster.head.ray_session import join
 from gradbox_worker.errors import DeviceNotStarted
@@ -60,7 +60,9 @@ class JoinedCluster:
         self.views = {view.name: view for view in models}
         self.hardware: str = described["hardware"]
 
-    def lease(self, wish: Wish, *, while_waiting: Callable[[], object]) -> list[Lent]:
+    def lease(
+        self, request: LeaseRequest, *, while_waiting: Callable[[], object]
+    ) -> list[LeasedDevice]:
         """Wait for one device, and return it with what else is idle then.
 
         Args:
@@ -69,34 +71,34 @@ class JoinedCluster:
         Raises:
             ClusterGone: the pool ended.
         """
-        asked = self._pool.lease.remote(wish, os.getpid())
+        asked = self._pool.lease.remote(request, os.getpid())
         try:
             while not ray.wait([asked], timeout=POLL_S)[0]:
                 while_waiting()
                 self.check()
-            granted: list[Lent] = ray.get(asked)
+            granted: list[LeasedDevice] = ray.get(asked)
         except RayError as error:
             raise ClusterGone(str(error)) from error
         except BaseException:
-            self.end(wish.lease)
+            self.end(request.lease)
             raise
         return granted
 
-    def more(self, wish: Wish) -> list[Lent]:
+    def more(self, request: LeaseRequest) -> list[LeasedDevice]:
         """Return idle devices, perhaps none, for a lease.
 
         Raises:
             ClusterGone: the pool ended.
         """
         try:
-            found: list[Lent] = ray.get(self._pool.more.remote(wish))
+            found: list[LeasedDevice] = ray.get(self._pool.more.remote(request))
         except RayError as error:
             raise ClusterGone(str(error)) from error
         return found
 
-    def give_back(self, lent: Lent) -> None:
+    def give_back(self, leased: LeasedDevice) -> None:
         """Give a device back before the lease ends: it has ended its part, or died."""
-        self._pool.give_back.remote(lent.name, lent.lease)
+        self._pool.give_back.remote(leased.name, leased.lease)
 
     def end(self, lease: str, *, at_rest: bool = False) -> None:
         """Give all devices of a lease back, and wait for nothing: who wants several waits then.

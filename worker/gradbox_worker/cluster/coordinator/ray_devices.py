@@ -36,7 +36,7 @@ from gradbox_engine.ranges import (
 from gradbox_engine.ranges.split_job import between_phases
 from gradbox_engine.requests import Group, Observer, Phase, Precision
 from gradbox_worker.cluster.actor.open_job import StoredSums
-from gradbox_worker.cluster.coordinator.leased_devices import LeasedDevice, LeasedDevices
+from gradbox_worker.cluster.coordinator.open_devices import OpenDevice, OpenDevices
 from gradbox_worker.cluster.exchange.array_buffers import as_buffers, as_tensors, num_bytes
 from gradbox_worker.computations.sections import GRADS
 from gradbox_worker.files.result_in_place import ResultOnDisk
@@ -49,7 +49,7 @@ T = TypeVar("T")
 class HeldSums:
     """The sums of a range, and of what was added to them, on the device that has them."""
 
-    device: LeasedDevice
+    device: OpenDevice
     index: int
 
 
@@ -58,7 +58,7 @@ class RayDevices:
 
     def __init__(
         self,
-        leased: LeasedDevices,
+        open_devices: OpenDevices,
         groups: Sequence[Group],
         *,
         result: ResultOnDisk | None,
@@ -73,9 +73,9 @@ class RayDevices:
             rounding: told of the rounding on the devices.
             observer: told of the shards of ranges that have ended, and about once a second.
         """
-        self._leased, self._positions = leased, all_positions(groups)
+        self._open, self._positions = open_devices, all_positions(groups)
         self._result, self._rounding, self._observer = result, rounding, observer
-        leased.moved.update(outputs=0, cotangents=0, sums=0)
+        open_devices.moved.update(outputs=0, cotangents=0, sums=0)
 
     def take(self, part: Range) -> RayRangeDevice:
         """Return a device for a range: its own at first, then another one.
@@ -83,8 +83,8 @@ class RayDevices:
         Raises:
             ClusterGone: the head of the cluster ended.
         """
-        blocks = self._leased.blocks(self._positions[part.start : part.stop])
-        return RayRangeDevice(self._leased.take(part), self._leased, blocks)
+        blocks = self._open.blocks(self._positions[part.start : part.stop])
+        return RayRangeDevice(self._open.take(part), self._open, blocks)
 
     def added(self, left: Sums, right: Sums) -> Future[Sums]:
         """Add the right sums to the left ones, where those are."""
@@ -94,19 +94,19 @@ class RayDevices:
         taken = right.device.ask("take_sums", right.index)
 
         def then(bytes_added: int) -> Sums:
-            self._leased.count("sums", bytes_added)
+            self._open.count("sums", bytes_added)
             right.device.held.discard(right.index)
-            self._leased.give_back_if_empty(right.device)
+            self._open.give_back_if_empty(right.device)
             return left
 
         added = left.device.ask("add", left.index, taken)
-        return self._leased.future(added, then, devices=(left.device, right.device))
+        return self._open.future(added, then, devices=(left.device, right.device))
 
     def fetched(self, sums: Sums) -> Future[NamedSums]:
         """Have sums written into the result file where they are, or bring them here."""
         assert isinstance(sums, HeldSums)
         bring = self._written if sums.device.writes_files else self._taken
-        return self._leased.called(partial(bring, sums), devices=(sums.device,))
+        return self._open.called(partial(bring, sums), devices=(sums.device,))
 
     def between_phases(self, step: Callable[[], T], precision: Precision) -> T:
         """Run a step here, where no model is."""
@@ -132,7 +132,7 @@ class RayDevices:
 
     def _taken(self, sums: HeldSums) -> NamedSums:
         buffers = ray.get(sums.device.ask("take_sums", sums.index))
-        self._leased.count("sums", num_bytes(buffers))
+        self._open.count("sums", num_bytes(buffers))
         named: NamedSums = as_tensors(buffers, copy=False)
         return named
 
@@ -140,8 +140,10 @@ class RayDevices:
 class RayRangeDevice:
     """One device, for the calls on one range."""
 
-    def __init__(self, device: LeasedDevice, leased: LeasedDevices, blocks: Sequence[Any]) -> None:
-        self._device, self._leased, self._blocks = device, leased, blocks
+    def __init__(
+        self, device: OpenDevice, open_devices: OpenDevices, blocks: Sequence[Any]
+    ) -> None:
+        self._device, self._open, self._blocks = device, open_devices, blocks
 
     def forward(self, part: Range) -> Future[RangeOutputs]:
         """Run the first pass of a range."""
@@ -150,38 +152,38 @@ class RayRangeDevice:
 
         def then(found: tuple[Any, int]) -> RangeOutputs:
             buffers, resumed = found
-            self._leased.note_resumed(resumed)
-            self._leased.count("outputs", num_bytes(buffers.outputs))
+            self._open.note_resumed(resumed)
+            self._open.count("outputs", num_bytes(buffers.outputs))
             outputs: RangeOutputs = as_tensors(buffers)
             return outputs
 
         answer = device.ask("forward", part, self._blocks, device.opened)
-        return self._leased.future(answer, then, devices=(device,))
+        return self._open.future(answer, then, devices=(device,))
 
     def resume(self, part: Range, earlier: EarlierOutputs) -> Future[None]:
         """Hold a range that an earlier job put through the model."""
         device = self._device
         device.held.add(part.index)
         buffers = as_buffers(earlier)
-        self._leased.count("outputs", num_bytes(buffers))
+        self._open.count("outputs", num_bytes(buffers))
         answer = device.ask("resume", part, buffers, self._blocks, device.opened)
-        return self._leased.future(answer, self._leased.note_resumed, devices=(device,))
+        return self._open.future(answer, self._open.note_resumed, devices=(device,))
 
     def replay(self, part: Range, cotangents: RangeCotangents) -> Future[RangeGradient]:
         """Replay a range; its sums stay there."""
         device = self._device
 
         def then(buffers: Any) -> RangeGradient:
-            self._leased.count("input_grads", num_bytes(buffers.input_grads))
+            self._open.count("input_grads", num_bytes(buffers.input_grads))
             found: RangeGradient = as_tensors(buffers)
             return replace(found, sums=HeldSums(device, part.index))
 
         buffers = as_buffers(cotangents)
-        self._leased.count("cotangents", num_bytes(buffers))
+        self._open.count("cotangents", num_bytes(buffers))
         answer = device.ask("replay", part, buffers)
-        return self._leased.future(answer, then, devices=(device,))
+        return self._open.future(answer, then, devices=(device,))
 
     def check(self, part: Range, norms: dict[str, NormStatistics]) -> Future[int]:
         """Check the range's first shard, and give the range up."""
         answer = self._device.ask("check", part, as_buffers(norms))
-        return self._leased.future(answer, devices=(self._device,))
+        return self._open.future(answer, devices=(self._device,))

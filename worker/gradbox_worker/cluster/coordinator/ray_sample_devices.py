@@ -29,7 +29,7 @@ from gradbox_engine.ranges.samples import RangeSamples, Rows, SampleTask
 from gradbox_engine.ranges.samples.joining import SUMMED
 from gradbox_worker.cluster.actor.open_samples import SampleAnswer, SharedBySamples
 from gradbox_worker.cluster.actor.row_outlet import Handed, RowLayout
-from gradbox_worker.cluster.coordinator.leased_devices import LeasedDevice, LeasedDevices
+from gradbox_worker.cluster.coordinator.open_devices import OpenDevice, OpenDevices
 from gradbox_worker.cluster.exchange.array_buffers import (
     HOST,
     TensorBuffer,
@@ -48,7 +48,7 @@ WAIT_S: Final = 0.2
 class HeldRows:
     """The rows of a range as factors, on the device that has them."""
 
-    device: LeasedDevice
+    device: OpenDevice
     index: int
 
 
@@ -60,7 +60,7 @@ class RaySampleDevices:
 
     def __init__(
         self,
-        leased: LeasedDevices,
+        open_devices: OpenDevices,
         *,
         groups: tuple[int, int | None],
         result: ResultOnDisk,
@@ -74,13 +74,13 @@ class RaySampleDevices:
             result: where dense rows go.
             rounding: told of the rounding on the devices.
         """
-        self.leased, self._groups = leased, groups
+        self.open, self._groups = open_devices, groups
         self._result, self._rounding = result, rounding
         self._layout: RowLayout | None = None
         self._laying_out = Lock()
         self._shared: dict[tuple[int, int], Any] = {}
         self._factors: dict[HeldRows, Any] = {}
-        leased.moved.update(rows=0, factors=0, sums=0, values=0)
+        open_devices.moved.update(rows=0, factors=0, sums=0, values=0)
 
     def take(self, part: Range) -> RaySampleDevice:
         """Return a device for a call on a range.
@@ -88,7 +88,7 @@ class RaySampleDevices:
         Raises:
             ClusterGone: the head of the cluster ended.
         """
-        return RaySampleDevice(self.leased.take(part), self)
+        return RaySampleDevice(self.open.take(part), self)
 
     def gram(self, left: Rows, right: Rows | None, *, trace: bool) -> Future[Tensor]:
         """Multiply the rows of two ranges, on the device of either, so that all do as much."""
@@ -96,20 +96,20 @@ class RaySampleDevices:
 
         def then(found: tuple[TensorBuffer, int]) -> Tensor:
             buffer, moved_bytes = found
-            self.leased.count("factors", moved_bytes)
-            self.leased.count("values", num_bytes(buffer))
+            self.open.count("factors", moved_bytes)
+            self.open.count("values", num_bytes(buffer))
             return buffer.tensor(copy=False)
 
         devices = [left.device]
         if right is None:
             answer = left.device.ask("gram", left.index, None, trace)
-            return self.leased.future(answer, then, devices=devices)
+            return self.open.future(answer, then, devices=devices)
         assert isinstance(right, HeldRows)
         if (left.index + right.index) % 2 == 0:
             answer = left.device.ask("gram", left.index, self._sent(right), trace)
         else:
             answer = right.device.ask("gram", self._sent(left), right.index, trace)
-        return self.leased.future(answer, then, devices=[left.device, right.device])
+        return self.open.future(answer, then, devices=[left.device, right.device])
 
     def forget(self, rows: HeldRows) -> None:
         """Ask for a range's factors again, for they are made again."""
@@ -125,7 +125,7 @@ class RaySampleDevices:
         """Return the shards of a range in the object store."""
         group = self._groups[1] if of_others else self._groups[0]
         assert group is not None
-        return self.leased.blocks([Position(group, n) for n in range(part.start, part.stop)])
+        return self.open.blocks([Position(group, n) for n in range(part.start, part.stop)])
 
     def shared(self, task: SampleTask) -> Any:
         """Return a reference to what the tasks of all ranges have; put once."""
@@ -134,11 +134,11 @@ class RaySampleDevices:
         if key not in self._shared:
             against = None if task.against is None else FactorBuffers.of(task.against)
             shared = SharedBySamples(against, as_buffers(vectors))
-            self.leased.count("inputs", num_bytes(shared))
+            self.open.count("inputs", num_bytes(shared))
             self._shared[key] = ray.put(shared)
         return self._shared[key]
 
-    def take_rows(self, device: LeasedDevice, answer: Any) -> None:
+    def take_rows(self, device: OpenDevice, answer: Any) -> None:
         """Take the dense rows that a device hands over, until it has answered.
 
         Raises:
@@ -155,20 +155,20 @@ class RaySampleDevices:
     def joined(self, answer: SampleAnswer, task: SampleTask, rows: Rows | None) -> RangeSamples:
         """Return what a range gave, here."""
         self._rounding.add(answer.rounded)
-        self.leased.note_resumed(answer.resumed)
+        self.open.note_resumed(answer.resumed)
         result = as_tensors(answer.result, copy=task.reduce in SUMMED)
         factors = answer.factors
         if factors is not None:
-            self.leased.count("factors", num_bytes(factors))
+            self.open.count("factors", num_bytes(factors))
             result = replace(result, factors=factors.factored(HOST))
         summed = task.reduce in SUMMED
-        self.leased.count("sums" if summed else "values", num_bytes(result.arrays))
-        self.leased.count(
+        self.open.count("sums" if summed else "values", num_bytes(result.arrays))
+        self.open.count(
             "values", num_bytes([result.parameter_norms, result.values, result.other_values])
         )
         return RangeSamples(result, rows)
 
-    def _write(self, handed: Handed, device: LeasedDevice) -> None:
+    def _write(self, handed: Handed, device: OpenDevice) -> None:
         if isinstance(handed, RowLayout):
             with self._laying_out:
                 if self._layout is None:
@@ -178,14 +178,14 @@ class RaySampleDevices:
             placement = self._result.placement() if device.writes_files else None
             ray.get(device.actor.place_rows.remote(placement))
             return
-        self.leased.count("rows", num_bytes(handed))
+        self.open.count("rows", num_bytes(handed))
         self._result.write(handed.name, handed.at, handed.piece.tensor(copy=False))
 
 
 class RaySampleDevice:
     """One device, for a call on a range."""
 
-    def __init__(self, device: LeasedDevice, devices: RaySampleDevices) -> None:
+    def __init__(self, device: OpenDevice, devices: RaySampleDevices) -> None:
         self._device, self._devices = device, devices
 
     def count(self, part: Range, *, of_others: bool) -> Future[tuple[int, ...]]:
@@ -195,7 +195,7 @@ class RaySampleDevice:
         return self._future(answer)
 
     def smaller(self, part: Range, task: SampleTask) -> Future[bool]:
-        """Say whether `form="auto"` keeps factors."""
+        """Return whether `form="auto"` keeps factors."""
         return self._future(self._call("smaller", part, task))
 
     def run(self, part: Range, task: SampleTask) -> Future[RangeSamples]:
@@ -211,7 +211,7 @@ class RaySampleDevice:
         def then(found: SampleAnswer) -> RangeSamples:
             if not task.keep_rows and not task.of_others:
                 device.held.discard(part.index)
-                devices.leased.give_back_if_empty(device)
+                devices.open.give_back_if_empty(device)
             return devices.joined(found, task, rows)
 
         return self._future(answer, then, meanwhile=partial(devices.take_rows, device, answer))
@@ -220,7 +220,7 @@ class RaySampleDevice:
         shared = self._devices.shared(task)
         vectors = None if isinstance(task.vectors, dict) else task.vectors
         sent = as_buffers(replace(task, against=None, vectors=vectors))
-        self._devices.leased.count("inputs", num_bytes(sent))
+        self._devices.open.count("inputs", num_bytes(sent))
         blocks = self._devices.blocks(part, of_others=task.of_others)
         return self._device.ask(name, part, sent, shared, blocks, self._device.opened)
 
@@ -231,5 +231,5 @@ class RaySampleDevice:
         *,
         meanwhile: Callable[[], object] = lambda: None,
     ) -> Future[Any]:
-        leased, devices = self._devices.leased, (self._device,)
-        return leased.future(answer, then, devices=devices, meanwhile=meanwhile)
+        devices = (self._device,)
+        return self._devices.open.future(answer, then, devices=devices, meanwhile=meanwhile)

@@ -18,7 +18,7 @@ from gradbox_worker.cluster.coordinator.joined import ClusterGone, JoinedCluster
 from gradbox_worker.cluster.coordinator.waiting_graphs import WaitingGraphs
 from gradbox_worker.cluster.coordinator.whole_job import DiedBefore, Outcome, answered, run_whole
 from gradbox_worker.cluster.coordinator.wide_job import WideJob, can_be_split
-from gradbox_worker.cluster.head.leases import Lent, Wish
+from gradbox_worker.cluster.head.leases import LeasedDevice, LeaseRequest
 from gradbox_worker.computations.execution import StopNow
 from gradbox_worker.device.child import DeviceSettings
 from gradbox_worker.device.importing import import_for_jobs
@@ -57,7 +57,7 @@ def serve(
         begin: the worker's first message.
     """
     assert settings.cluster is not None
-    tell = partial(send, connection)
+    report = partial(send, connection)
     path = settings.cluster
     cluster = caught(
         lambda: JoinedCluster(path, reloads=begin.reloads),
@@ -66,24 +66,24 @@ def serve(
         explain=lambda error: JobFailed(str(error)) if isinstance(error, WorkerError) else None,
     )
     if isinstance(cluster, Caught):
-        tell(DeviceUnready(problem=cluster.problem))
+        report(DeviceUnready(problem=cluster.problem))
         return
     known = begin.known.keys() | begin.unusable.keys()
     views = [view for name, view in cluster.views.items() if name not in known]
-    tell(DeviceReady(models=views, placement="cluster", hardware=cluster.hardware))
+    report(DeviceReady(models=views, placement="cluster", hardware=cluster.hardware))
     import_for_jobs()
     while True:
         work = orders.next_run(None)
         if work is None:
             continue
         stop_requested = partial(orders.stop_requested, work.job_id, work.attempt)
-        coordinator = Coordinator(cluster, settings, tell=tell, stop_requested=stop_requested)
+        coordinator = Coordinator(cluster, settings, report=report, stop_requested=stop_requested)
         try:
-            tell(coordinator.run(work))
+            report(coordinator.run(work))
         except ClusterGone as error:
             log.warning("job %s: %s", work.job_id, error)
             begun = coordinator.begun
-            tell(RunLost(reason="the head of the cluster ended", leaving=True, begun=begun))
+            report(RunLost(reason="the head of the cluster ended", leaving=True, begun=begun))
             os.kill(os.getpid(), signal.SIGKILL)  # Ray's shutdown would wait for the dead head
 
 
@@ -99,11 +99,11 @@ class Coordinator:
         cluster: JoinedCluster,
         settings: DeviceSettings,
         *,
-        tell: Callable[[FromDevice], None],
+        report: Callable[[FromDevice], None],
         stop_requested: Callable[[], bool],
     ) -> None:
         self._cluster, self._settings = cluster, settings
-        self._tell, self._stop_requested = tell, stop_requested
+        self._report, self._stop_requested = report, stop_requested
         self.begun = False
 
     def run(self, work: Work) -> Outcome:
@@ -117,7 +117,7 @@ class Coordinator:
         waiting = WaitingGraphs.of(work.spec, work.earlier_result)
         if waiting is not None and len(waiting.ranges) > at_most:
             waiting = None  # it may not have so many devices
-        wish = Wish(
+        request = LeaseRequest(
             uuid.uuid4().hex,
             work.model,
             at_most=at_most if waiting is None else waiting.num_devices,
@@ -128,64 +128,72 @@ class Coordinator:
         at_rest = False
         try:
             while True:
-                lent = self._leased(wish)
+                leased = self._leased(request)
                 self.begun = True
                 try:
-                    found = self._run_on(work, lent, wish, waiting)
-                    at_rest = len(lent) == 1 and isinstance(found, RunFinished)
+                    found = self._run_on(work, leased, request, waiting)
+                    at_rest = len(leased) == 1 and isinstance(found, RunFinished)
                     return found
                 except DiedBefore:
                     self.begun = False
         except StopNow:
             return RunStopped()
         finally:
-            self._cluster.end(wish.lease, at_rest=at_rest)
+            self._cluster.end(request.lease, at_rest=at_rest)
 
-    def _leased(self, wish: Wish) -> list[Lent]:
+    def _leased(self, request: LeaseRequest) -> list[LeasedDevice]:
         """Return one device, or several of those that live: one may have died while it was idle."""
         while True:
-            lent = self._cluster.lease(wish, while_waiting=self._check)
-            if len(lent) == 1:
-                return lent  # `run_whole` asks, and `WideJob`
-            calls = [device.actor.news.remote() for device in lent]
-            living = [one for one, call in zip(lent, calls, strict=True) if answered(call)]
-            for device in lent:
+            leased = self._cluster.lease(request, while_waiting=self._check)
+            if len(leased) == 1:
+                return leased  # `run_whole` asks, and `WideJob`
+            calls = [device.actor.news.remote() for device in leased]
+            living = [one for one, call in zip(leased, calls, strict=True) if answered(call)]
+            for device in leased:
                 if device not in living:
                     self._cluster.give_back(device)
             if living:
                 return living
 
     def _run_on(
-        self, work: Work, lent: list[Lent], wish: Wish, waiting: WaitingGraphs | None
+        self,
+        work: Work,
+        leased: list[LeasedDevice],
+        request: LeaseRequest,
+        waiting: WaitingGraphs | None,
     ) -> Outcome:
         """Run a job in ranges, or whole on a single device that sees the box's files.
 
         A single device that does not see them has the job as its one range.
         """
         in_ranges = waiting is not None and len(waiting.ranges) > 0
-        if lent[0].sees_files and len(lent) == 1 and not in_ranges:
+        if leased[0].sees_files and len(leased) == 1 and not in_ranges:
             return run_whole(
-                work, lent[0], self._cluster, tell=self._tell, stop_requested=self._stop_requested
+                work,
+                leased[0],
+                self._cluster,
+                report=self._report,
+                stop_requested=self._stop_requested,
             )
         job = WideJob(
             work,
             self._cluster,
-            lent,
-            wish=wish,
+            leased,
+            request=request,
             waiting=waiting,
             settings=self._settings,
-            tell=self._tell,
+            report=self._report,
             stop_requested=self._stop_requested,
         )
         found = self._run_wide(work, job)
         if not isinstance(found, CoupledShards):
             return found
-        if not job.lent:
+        if not job.leased:
             raise DiedBefore
-        one, *others = sorted(job.lent, key=lambda device: not device.sees_files)
+        one, *others = sorted(job.leased, key=lambda device: not device.sees_files)
         for device in others:
             self._cluster.give_back(device)
-        return self._run_on(replace(work, not_split=str(found)), [one], wish, None)
+        return self._run_on(replace(work, not_split=str(found)), [one], request, None)
 
     def _check(self) -> None:
         if self._stop_requested():

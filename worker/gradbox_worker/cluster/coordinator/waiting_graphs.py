@@ -21,7 +21,7 @@ class WaitingGraphs:
     """The graphs that a forward job left.
 
     Attributes:
-        job: what the devices that ran it are remembered by, see `leases.Wish`.
+        job: what the devices that ran it are remembered by, see `leases.LeaseRequest`.
         ranges: that it ran in; none if one device ran it whole.
     """
 

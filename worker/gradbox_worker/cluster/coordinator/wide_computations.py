@@ -34,7 +34,7 @@ from gradbox_engine.set_loss import (
     split_set_gradient,
     split_set_outputs,
 )
-from gradbox_worker.cluster.coordinator.leased_devices import LeasedDevices
+from gradbox_worker.cluster.coordinator.open_devices import OpenDevices
 from gradbox_worker.cluster.coordinator.ray_devices import RayDevices
 from gradbox_worker.computations import cotangents, forward, gradient, mixed_gradient
 from gradbox_worker.computations.engine_inputs import (
@@ -64,7 +64,7 @@ class WideSetting:
     """
 
     work: Work
-    leased: LeasedDevices
+    devices: OpenDevices
     num_ranges: int
     parts: tuple[Range, ...]
     groups: Sequence[Group]
@@ -131,7 +131,7 @@ class InPhases:
         spec = setting.work.spec
         wanted = isinstance(spec, MixedGradientSpec) or GRADS in getattr(spec, "returns", ())
         devices = RayDevices(
-            setting.leased,
+            setting.devices,
             setting.groups,
             result=setting.result if wanted else None,
             rounding=setting.rounding,
@@ -149,7 +149,7 @@ class InPhases:
                 devices_lost=run.devices_lost,
                 rerun_difference=run.rerun_difference,
             )
-            for run, device in zip(runs, setting.leased.ran, strict=True)
+            for run, device in zip(runs, setting.devices.ran, strict=True)
         ]
         return computed, views
 

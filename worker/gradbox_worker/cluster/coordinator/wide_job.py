@@ -21,7 +21,7 @@ from gradbox_engine.requests import Group, Phase
 from gradbox_service.store import Room, blob_store
 from gradbox_worker.cluster.actor.range_checkpoints import file_with_rows
 from gradbox_worker.cluster.coordinator.joined import JoinedCluster
-from gradbox_worker.cluster.coordinator.leased_devices import LeasedDevices
+from gradbox_worker.cluster.coordinator.open_devices import OpenDevices
 from gradbox_worker.cluster.coordinator.waiting_graphs import WaitingGraphs
 from gradbox_worker.cluster.coordinator.wide_computations import (
     Answer,
@@ -33,7 +33,7 @@ from gradbox_worker.cluster.coordinator.wide_computations import (
 from gradbox_worker.cluster.coordinator.wide_samples import OfSamples
 from gradbox_worker.cluster.exchange.array_buffers import HOST, TensorBuffer, num_bytes
 from gradbox_worker.cluster.exchange.sent_tensors import RangeJob
-from gradbox_worker.cluster.head.leases import Lent, Wish
+from gradbox_worker.cluster.head.leases import LeasedDevice, LeaseRequest
 from gradbox_worker.computations.engine_inputs import input_groups
 from gradbox_worker.computations.execution import StopNow
 from gradbox_worker.computations.memory import PeakMemory
@@ -53,7 +53,7 @@ from gradbox_worker.work import Work
 
 
 def can_be_split(spec: JobSpec) -> bool:
-    """Tell whether a job has parts for several devices."""
+    """Return whether a job has parts for several devices."""
     against = getattr(spec, "against_group", None)
     return sum(len(group.shards) for group in spec.inputs if group.name != against) > 1
 
@@ -65,27 +65,27 @@ class WideJob:
         self,
         work: Work,
         cluster: JoinedCluster,
-        lent: Sequence[Lent],
+        leased: Sequence[LeasedDevice],
         *,
-        wish: Wish,
+        request: LeaseRequest,
         waiting: WaitingGraphs | None,
         settings: DeviceSettings,
-        tell: Callable[[FromDevice], None],
+        report: Callable[[FromDevice], None],
         stop_requested: Callable[[], bool],
     ) -> None:
         self._work, self._spec = work, work.spec
-        self._cluster, self._lent, self._wish = cluster, lent, wish
+        self._cluster, self._leased, self._request = cluster, leased, request
         self._waiting = waiting
         self._settings = settings
-        self._tell, self._stop_requested = tell, stop_requested
-        self._leased: LeasedDevices | None = None
+        self._report, self._stop_requested = report, stop_requested
+        self._open: OpenDevices | None = None
         self._done: dict[str, tuple[str, int]] = {}  # by device: its phase, and shards done
 
     @property
-    def lent(self) -> list[Lent]:
+    def leased(self) -> list[LeasedDevice]:
         """The devices that it has, of which some may have died since."""
-        opened = self._leased
-        return list(self._lent) if opened is None else [device.lent for device in opened.alive]
+        opened = self._open
+        return list(self._leased) if opened is None else [device.leased for device in opened.alive]
 
     def run(self) -> RunFinished:
         """Run the job and write its result.
@@ -109,12 +109,12 @@ class WideJob:
             wide = _computation(work, tensors)
             rows = file_with_rows(work, result_file)
             forms = [[tensors.forms(ref) for ref in group.shards] for group in spec.inputs]
-            self._leased = self._opened(self._range_job(wide, forms, tensors, rows), groups)
+            self._open = self._opened(self._range_job(wide, forms, tensors, rows), groups)
             setting = WideSetting(
                 work=work,
-                leased=self._leased,
+                devices=self._open,
                 parts=self._waiting.parts if self._waiting else (),
-                num_ranges=len(self._lent),
+                num_ranges=len(self._leased),
                 groups=groups,
                 forms=forms,
                 tensors=tensors,
@@ -123,21 +123,21 @@ class WideJob:
                 observer=self,
             )
             load_s = time.perf_counter() - began
-            with closing(self._leased):
+            with closing(self._open):
                 computed, ranges = _run(wide, setting)
             result = commit(
                 result_file,
                 computed,
                 work,
                 rounding=rounding,
-                weights_widened=self._leased.weights_widened(),
+                weights_widened=self._open.weights_widened(),
                 model=work.model,
                 model_version=work.model_version,
-                device=f"{len(self._lent)} devices",
+                device=f"{len(self._leased)} devices",
                 peak=peak,
                 load_s=load_s,
-                resumed=self._leased.resumed,
-                more_facts={"ranges": ranges, "bytes_moved": dict(self._leased.moved)},
+                resumed=self._open.resumed,
+                more_facts={"ranges": ranges, "bytes_moved": dict(self._open.moved)},
             )
         return RunFinished(result=result)
 
@@ -166,19 +166,19 @@ class WideJob:
             checkpoint_after_s=self._settings.checkpoint_after_s,
         )
 
-    def _opened(self, job: RangeJob, groups: Sequence[Group]) -> LeasedDevices:
-        leased = LeasedDevices(
+    def _opened(self, job: RangeJob, groups: Sequence[Group]) -> OpenDevices:
+        opened = OpenDevices(
             self._cluster,
-            self._lent,
-            wish=self._wish,
+            self._leased,
+            request=self._request,
             job=ray.put(job),
             job_key=job.key,
             groups=groups,
             homes=self._waiting.homes if self._waiting else {},
             while_waiting=self._check,
         )
-        leased.count("inputs", num_bytes(dict(job.tensors)))
-        return leased
+        opened.count("inputs", num_bytes(dict(job.tensors)))
+        return opened
 
     def step(self, phase: Phase, done: int, total: int) -> None:
         """Hear of shards that are done, as the engine's observer; see `Devices.tick`.
@@ -192,7 +192,7 @@ class WideJob:
             self._note_progress()
             running = [n for found, n in self._done.values() if found == phase]
             done = min(total, max(done, sum(running)))
-        self._tell(ProgressMade(phase=phase, done=done, total=total))
+        self._report(ProgressMade(phase=phase, done=done, total=total))
 
     def _check(self) -> None:
         if self._stop_requested():
@@ -201,8 +201,8 @@ class WideJob:
 
     def _note_progress(self) -> None:
         """Note how far each device is."""
-        assert self._leased is not None
-        for device in list(self._leased.alive):
+        assert self._open is not None
+        for device in list(self._open.alive):
             try:
                 news = ray.get(device.actor.news.remote())
             except RayActorError:

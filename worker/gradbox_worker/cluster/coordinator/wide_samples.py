@@ -54,7 +54,7 @@ class OfSamples:
                 samples_s=run.seconds,
                 devices_lost=run.devices_lost,
             )
-            for run, device in zip(answer.ranges, setting.leased.ran, strict=False)
+            for run, device in zip(answer.ranges, setting.devices.ran, strict=False)
         ]
         if isinstance(self.spec, PerSampleGradientSpec):
             return computed_gradient(answer, self.spec), views
@@ -76,7 +76,7 @@ class OfSamples:
         )
         return split_samples(
             RaySampleDevices(
-                setting.leased,
+                setting.devices,
                 groups=(places[rows.name], of_others),
                 result=setting.result,
                 rounding=setting.rounding,
@@ -91,5 +91,5 @@ class OfSamples:
 
 
 def _forms_rows(spec: PerSampleGradientSpec | JacobianSpec) -> bool:
-    """Tell whether the devices make each sample's row, which does not depend on its length."""
+    """Return whether the devices make each sample's row, which does not depend on its length."""
     return spec.reduce == "projection" or (spec.reduce == "none" and spec.form == "dense")

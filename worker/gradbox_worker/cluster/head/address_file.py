@@ -44,7 +44,7 @@ class ClusterAddress(BaseModel):
         write_whole(path, self.model_dump_json().encode())
 
     def answers(self) -> bool:
-        """Tell whether Ray lives on this machine."""
+        """Return whether Ray lives on this machine."""
         with socket.socket(socket.AF_UNIX) as asking:
             try:
                 asking.connect(self.raylet)

@@ -23,7 +23,7 @@ class CoordinatorWatch:
         self._descriptors: dict[str, int] = {}  # by lease
 
     def __contains__(self, lease: str) -> bool:
-        """Tell whether the process that has a lease is watched."""
+        """Return whether the process that has a lease is watched."""
         return lease in self._descriptors
 
     def begin(self, lease: str, pid: int) -> None:

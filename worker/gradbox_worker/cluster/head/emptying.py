@@ -1,4 +1,4 @@
-"""Makes the devices empty that a lease had, so that they can be lent again."""
+"""Makes the devices empty that a lease had, so that they can be leased again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Emptying:
 
         Args:
             actors: those of all devices, by name, as they are at any time.
-            emptied: called with the name of a device that can be lent again.
+            emptied: called with the name of a device that can be leased again.
             died: called with the name of one that Ray does not start again.
         """
         self._actors = actors

@@ -92,7 +92,7 @@ class Head:
     def start(self, *, stopping: threading.Event) -> int:
         """Have the devices of all machines that are there, and wait until they are ready.
 
-        Others are not waited for longer than `LATE_S` where there is one: they are lent when they
+        Others are not waited for longer than `LATE_S` where there is one: they are leased when they
         come.
 
         Returns:
@@ -209,7 +209,7 @@ class Head:
         return problems
 
     def _first_is_awaited_here(self) -> bool:
-        """Tell whether to wait for a device of this machine, whose models' versions count."""
+        """Return whether to wait for a device of this machine, whose models' versions count."""
         if self._actors or time.monotonic() >= self._late_s:
             return False
         return any(one.node == self._here for one in self._starting)

@@ -22,7 +22,7 @@ NUM_JOBS: Final = 64
 
 
 @dataclass(frozen=True)
-class Wish:
+class LeaseRequest:
     """What a lease asks for.
 
     Attributes:
@@ -44,7 +44,7 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Lent:
+class LeasedDevice:
     """A device that a lease has.
 
     Attributes:
@@ -76,7 +76,7 @@ class Leases:
         """Have no device."""
         self._devices: dict[str, _Device] = {}
         self._idle: deque[str] = deque()  # the one that was idle longest first
-        self._waiting: deque[Wish] = deque()
+        self._waiting: deque[LeaseRequest] = deque()
 
     @property
     def num_devices(self) -> int:
@@ -95,20 +95,20 @@ class Leases:
             self._idle.remove(device)
 
     def has(self, device: str) -> bool:
-        """Tell whether there is such a device."""
+        """Return whether there is such a device."""
         return device in self._devices
 
     def sees_files(self, device: str) -> bool:
-        """Tell whether a device sees the box's data folder."""
+        """Return whether a device sees the box's data folder."""
         return self._devices[device].sees_files
 
-    def ask(self, wish: Wish) -> None:
+    def ask(self, request: LeaseRequest) -> None:
         """Wait for a device."""
-        self._waiting.append(wish)
+        self._waiting.append(request)
 
     def withdraw(self, lease: str) -> None:
         """Wait no longer."""
-        self._waiting = deque(wish for wish in self._waiting if wish.lease != lease)
+        self._waiting = deque(request for request in self._waiting if request.lease != lease)
 
     def free(self, device: str) -> None:
         """Note that a device has ended its part."""
@@ -132,37 +132,37 @@ class Leases:
         held.models.clear()
         return True
 
-    def granted(self) -> Iterator[tuple[Wish, list[str]]]:
+    def granted(self) -> Iterator[tuple[LeaseRequest, list[str]]]:
         """Give idle devices to those that wait, and say to whom."""
-        for wish in list(self._waiting):
-            devices = self.take_idle(wish)
+        for request in list(self._waiting):
+            devices = self.take_idle(request)
             if devices:
-                self._waiting.remove(wish)
-                yield wish, devices
+                self._waiting.remove(request)
+                yield request, devices
 
-    def take_idle(self, wish: Wish) -> list[str]:
+    def take_idle(self, request: LeaseRequest) -> list[str]:
         """Give a lease what is idle now, though others may wait for it; no device if none is."""
-        chosen = self._best(wish)
+        chosen = self._best(request)
         for name in chosen:
             device = self._devices[name]
-            device.lease = wish.lease
-            device.jobs.append(wish.job)
-            device.models = [m for m in device.models if m != wish.model] + [wish.model]
+            device.lease = request.lease
+            device.jobs.append(request.job)
+            device.models = [m for m in device.models if m != request.model] + [request.model]
             self._idle.remove(name)
         return chosen
 
-    def _best(self, wish: Wish) -> list[str]:
+    def _best(self, request: LeaseRequest) -> list[str]:
         warm_first = sorted(
             self._idle,
             key=lambda name: (
-                not wish.follows or wish.follows not in self._devices[name].jobs,
-                wish.model not in self._devices[name].models,
+                not request.follows or request.follows not in self._devices[name].jobs,
+                request.model not in self._devices[name].models,
             ),
         )
         first = next((n for n in warm_first if self._devices[n].sees_files), None)
         if first is not None:
             warm_first.remove(first)
             warm_first.insert(0, first)
-        elif wish.with_files and any(device.sees_files for device in self._devices.values()):
+        elif request.with_files and any(device.sees_files for device in self._devices.values()):
             return []
-        return warm_first[: wish.at_most]
+        return warm_first[: request.at_most]

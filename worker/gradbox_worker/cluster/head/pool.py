@@ -1,7 +1,7 @@
 """The pool: an actor beside the head that leases devices to coordinators.
 
 It is told of devices by the head, and of leases by coordinators, each of which gives its process:
-when that dies, what it had leased is stopped, made empty and lent again. A device that died comes
+when that dies, what it had leased is stopped, made empty and leased again. A device that died comes
 back once Ray has started it anew.
 """
 
@@ -16,7 +16,7 @@ from gradbox_worker.cluster.exchange.shipped_models import FilesToShip
 from gradbox_worker.cluster.head.coordinator_watch import CoordinatorWatch
 from gradbox_worker.cluster.head.emptying import Emptying
 from gradbox_worker.cluster.head.kept_messages import KeptMessages
-from gradbox_worker.cluster.head.leases import Leases, Lent, Wish
+from gradbox_worker.cluster.head.leases import LeasedDevice, LeaseRequest, Leases
 from gradbox_worker.cluster.head.reloading import REBUILDING, Reloading
 from gradbox_worker.models.shipping import ShippedModels
 
@@ -38,7 +38,7 @@ class Pool:
         self._leases = Leases()
         self._actors: dict[str, Any] = {}
         self._writing: set[str] = set()  # devices that may write to files of the box
-        self._granted: dict[str, asyncio.Future[list[Lent]]] = {}
+        self._granted: dict[str, asyncio.Future[list[LeasedDevice]]] = {}
         self._coordinators = CoordinatorWatch(self._end)
         self._files = FilesToShip(models_file)
         self._emptying = Emptying(self._actors, emptied=self._lend, died=self._forget)
@@ -106,35 +106,35 @@ class Pool:
         return self._leases.num_devices
 
     async def any_device(self) -> Any:
-        """Return the actor of some device that may be lent; None if there is none."""
+        """Return the actor of some device that may be leased; None if there is none."""
         others = self._leases.of(REBUILDING)
         return next((self._actors[name] for name in self._actors if name not in others), None)
 
-    async def lease(self, wish: Wish, pid: int) -> list[Lent]:
+    async def lease(self, request: LeaseRequest, pid: int) -> list[LeasedDevice]:
         """Wait for one device, and return it with what else is idle then.
 
         Args:
             pid: of the coordinator, on this machine.
         """
-        self._coordinators.begin(wish.lease, pid)
-        granted = self._granted[wish.lease] = asyncio.get_running_loop().create_future()
+        self._coordinators.begin(request.lease, pid)
+        granted = self._granted[request.lease] = asyncio.get_running_loop().create_future()
         try:
-            if wish.at_most > 1 or wish.follows:
+            if request.at_most > 1 or request.follows:
                 await self._emptying.wait(IDLE_S)
-            if wish.lease not in self._coordinators:
+            if request.lease not in self._coordinators:
                 return []  # it was ended meanwhile
-            self._leases.ask(wish)
+            self._leases.ask(request)
             self._grant()
-            lent: list[Lent] = await granted
-            return lent
+            leased: list[LeasedDevice] = await granted
+            return leased
         finally:
-            self._granted.pop(wish.lease, None)
+            self._granted.pop(request.lease, None)
 
-    async def more(self, wish: Wish) -> list[Lent]:
+    async def more(self, request: LeaseRequest) -> list[LeasedDevice]:
         """Return what a lease gets beyond what it has: idle devices, perhaps none."""
-        if wish.lease not in self._coordinators:
+        if request.lease not in self._coordinators:
             return []  # its coordinator died
-        return self._lent(self._leases.take_idle(wish), wish.lease)
+        return self._leased(self._leases.take_idle(request), request.lease)
 
     async def give_back(self, name: str, lease: str) -> None:
         """Take back a device that has ended its part, or has died, unless another lease has it."""
@@ -142,7 +142,7 @@ class Pool:
             self._emptying.begin(name)
 
     async def end(self, lease: str, at_rest: bool = False) -> None:
-        """End a lease: have its devices stopped, made empty, and lent again.
+        """End a lease: have its devices stopped, made empty, and leased again.
 
         Args:
             at_rest: there is nothing to be stopped.
@@ -168,12 +168,12 @@ class Pool:
 
     def _grant(self) -> None:
         """Answer the leases that waited for what is idle now; each of them has a future."""
-        for wish, names in self._leases.granted():
-            self._granted[wish.lease].set_result(self._lent(names, wish.lease))
+        for request, names in self._leases.granted():
+            self._granted[request.lease].set_result(self._leased(names, request.lease))
 
-    def _lent(self, names: Sequence[str], lease: str) -> list[Lent]:
+    def _leased(self, names: Sequence[str], lease: str) -> list[LeasedDevice]:
         return [
-            Lent(
+            LeasedDevice(
                 name,
                 self._actors[name],
                 lease,

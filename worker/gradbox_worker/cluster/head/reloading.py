@@ -42,7 +42,7 @@ class Reloading:
             leases: where a device is taken while it restarts.
             files: of the models, which are read again.
             first: the devices whose models' versions count, as they are at any time.
-            rebuilt: called with the name of a device that can be lent again.
+            rebuilt: called with the name of a device that can be leased again.
             died: called with the name of one that Ray does not start again.
         """
         self._actors = actors
@@ -96,7 +96,7 @@ class Reloading:
             await asyncio.gather(*map(self._restart, some))
 
     async def _restart(self, name: str) -> None:
-        """Start a device anew once it is idle, and have it lent if its models are the others'."""
+        """Start a device anew once it is idle, and have it leased if its models are the others'."""
         while self._leases.has(name) and not self._leases.take(name, REBUILDING):
             await asyncio.sleep(PAUSE_S)
         if (actor := self._actors.get(name)) is None:

@@ -28,7 +28,7 @@ from gradbox_engine.requests import Group
 from gradbox_worker.cluster.coordinator.joined import JoinedCluster
 from gradbox_worker.cluster.coordinator.whole_job import answered
 from gradbox_worker.cluster.exchange.array_buffers import as_buffers, num_bytes
-from gradbox_worker.cluster.head.leases import Lent, Wish
+from gradbox_worker.cluster.head.leases import LeasedDevice, LeaseRequest
 from gradbox_worker.errors import JobStopped
 
 BLOCK_BYTES: Final = 64 * 2**20
@@ -37,7 +37,7 @@ PAUSE_S: Final = 0.1
 LOST: Final = (RayActorError, ObjectLostError, OwnerDiedError, JobStopped)
 
 
-class LeasedDevices:
+class OpenDevices:
     """The devices that one wide job has leased, on each of which it is open.
 
     Attributes:
@@ -49,9 +49,9 @@ class LeasedDevices:
     def __init__(
         self,
         cluster: JoinedCluster,
-        lent: Sequence[Lent],
+        leased: Sequence[LeasedDevice],
         *,
-        wish: Wish,
+        request: LeaseRequest,
         job: Any,
         job_key: tuple[str, int],
         groups: Sequence[Group],
@@ -61,21 +61,21 @@ class LeasedDevices:
         """Open the job on each device.
 
         Args:
-            wish: what the lease was asked for with.
+            request: what the lease was asked for with.
             job: a reference to the `RangeJob`.
             job_key: its id and attempt.
             groups: whose shards are sent.
             homes: by range, the device that it goes to if that is there.
             while_waiting: called while no device is left; may raise to stop.
         """
-        self._cluster, self._wish, self._groups = cluster, wish, groups
+        self._cluster, self._request, self._groups = cluster, request, groups
         self.job, self.job_key = job, job_key
         self._while_waiting = while_waiting
         self._homes = homes
-        self._threads = ThreadPoolExecutor(len(lent) + 1, thread_name_prefix="answers")
-        self._unused = deque(LeasedDevice(one, self) for one in lent)
+        self._threads = ThreadPoolExecutor(len(leased) + 1, thread_name_prefix="answers")
+        self._unused = deque(OpenDevice(one, self) for one in leased)
         self.alive = list(self._unused)
-        self._of: dict[int, LeasedDevice] = {}
+        self._of: dict[int, OpenDevice] = {}
         self._blocks: dict[tuple[Position, ...], list[Any]] = {}
         self.moved: Counter[str] = Counter()
         self.resumed = 0
@@ -91,7 +91,7 @@ class LeasedDevices:
         widened: int = ray.get(next(iter(self._of.values())).opened)
         return widened
 
-    def take(self, part: Range) -> LeasedDevice:
+    def take(self, part: Range) -> OpenDevice:
         """Return the device of a range; another one if that was lost.
 
         Raises:
@@ -105,7 +105,7 @@ class LeasedDevices:
         self._of[part.index] = device
         return device
 
-    def _first(self, part: Range) -> LeasedDevice:
+    def _first(self, part: Range) -> OpenDevice:
         """Return a device for a range that had none yet.
 
         Its own; or one that has no range and is no range's own; or one of all, so that a job may
@@ -136,7 +136,7 @@ class LeasedDevices:
         reference: Any,
         then: Callable[[Any], Any] = lambda found: found,
         *,
-        devices: Sequence[LeasedDevice],
+        devices: Sequence[OpenDevice],
         meanwhile: Callable[[], object] = lambda: None,
     ) -> Future[Any]:
         """Return what an actor's answer becomes; `DeviceLost` where one of the devices died.
@@ -156,7 +156,7 @@ class LeasedDevices:
         call: Callable[[], Any],
         then: Callable[[Any], Any] = lambda found: found,
         *,
-        devices: Sequence[LeasedDevice],
+        devices: Sequence[OpenDevice],
     ) -> Future[Any]:
         """Return what a call that waits for devices becomes, in a thread; see `future`."""
 
@@ -179,11 +179,11 @@ class LeasedDevices:
         with self._counting:
             self.resumed = max(self.resumed, resumed)
 
-    def give_back_if_empty(self, device: LeasedDevice) -> None:
+    def give_back_if_empty(self, device: OpenDevice) -> None:
         """Give a device back that holds nothing of the job any more."""
         if not device.held and device in self.alive:
             self.alive.remove(device)
-            self._cluster.give_back(device.lent)
+            self._cluster.give_back(device.leased)
 
     def close(self) -> None:
         """Wait for no answer any more."""
@@ -205,41 +205,41 @@ class LeasedDevices:
             blocks[-1].append((position, shard))
         return blocks
 
-    def _another(self, part: Range) -> LeasedDevice:
+    def _another(self, part: Range) -> OpenDevice:
         """Return a device for a range whose own is lost: an idle one, else one of the job's."""
         for device in [device for device in self.alive if not device.holds_the_job()]:
             self.alive.remove(device)
-            self._cluster.give_back(device.lent)
-        lent = self._idle()
-        if lent is None and self.alive:
+            self._cluster.give_back(device.leased)
+        leased = self._idle()
+        if leased is None and self.alive:
             return self.alive[part.index % len(self.alive)]
-        while lent is None:
+        while leased is None:
             time.sleep(PAUSE_S)
-            lent = self._idle(wait=True)
-        device = LeasedDevice(lent, self)
+            leased = self._idle(wait=True)
+        device = OpenDevice(leased, self)
         self.alive.append(device)
         return device
 
-    def _idle(self, *, wait: bool = False) -> Lent | None:
+    def _idle(self, *, wait: bool = False) -> LeasedDevice | None:
         """Return an idle device that answers this process.
 
         One that died while it was idle is given back. So is one that has just started again, and
         answers the pool: Ray tells each process on its own that an actor is back, and until then
         fails its calls at once, so that one death would count as many.
         """
-        one = Wish(self._wish.lease, self._wish.model, at_most=1)
+        one = LeaseRequest(self._request.lease, self._request.model, at_most=1)
         if wait:
             found = self._cluster.lease(one, while_waiting=self._while_waiting)
         else:
             found = self._cluster.more(one)
-        for lent in found:
-            if answered(lent.actor.news.remote()):
-                return lent
-            self._cluster.give_back(lent)
+        for leased in found:
+            if answered(leased.actor.news.remote()):
+                return leased
+            self._cluster.give_back(leased)
         return None
 
 
-class LeasedDevice:
+class OpenDevice:
     """One leased device, with the job open on it.
 
     Attributes:
@@ -247,20 +247,20 @@ class LeasedDevice:
         suspected: whether a call on it has failed, so that it may be lost.
     """
 
-    def __init__(self, lent: Lent, devices: LeasedDevices) -> None:
-        self.lent = lent
-        self.name, self.actor, self.writes_files = lent.name, lent.actor, lent.writes_files
+    def __init__(self, leased: LeasedDevice, devices: OpenDevices) -> None:
+        self.leased = leased
+        self.name, self.actor, self.writes_files = leased.name, leased.actor, leased.writes_files
         self.held: set[int] = set()
         self.suspected = False
         self._job_key = devices.job_key
-        self.opened = lent.actor.open.remote(devices.job)
+        self.opened = leased.actor.open.remote(devices.job)
 
     def ask(self, name: str, *arguments: Any) -> Any:
         """Have the device do something for the job; returns a reference to its answer."""
         return getattr(self.actor, name).remote(self._job_key, *arguments)
 
     def holds_the_job(self) -> bool:
-        """Tell whether the device lives, and is the process that the job was opened on."""
+        """Return whether the device lives, and is the process that the job was opened on."""
         try:
             holds: bool = ray.get(self.actor.holds.remote(*self._job_key))
         except RayActorError:
@@ -274,7 +274,7 @@ class LeasedDevice:
         return not self.suspected
 
 
-def _failure(error: BaseException, devices: Sequence[LeasedDevice]) -> BaseException:
+def _failure(error: BaseException, devices: Sequence[OpenDevice]) -> BaseException:
     """Return what was raised on a device as it was there, or that one of the devices is lost."""
     while isinstance(error, RayTaskError):
         error = error.cause
