@@ -1,4 +1,4 @@
-"""What a service process is told, by arguments or by the environment.
+"""What a service process is given, by arguments or by the environment.
 
 Every field below is a setting: `max_blob_bytes` is `GRADBOX_MAX_BLOB_BYTES` in the environment and
 `--max-blob-bytes` on the command lines of `gradbox service` and `gradbox up`. An argument wins over

@@ -14,7 +14,7 @@ from safetensors.numpy import save
 from gradbox.protocol import BoxChange, BoxView, DeviceMemory, OperationView, UsageView
 from gradbox_service.dashboard.picture import MAX_WAITING, News
 from gradbox_service.fleet import WorkerPresence
-from gradbox_service.jobs import Place
+from gradbox_service.jobs import QueuePosition
 from tests.service.boxes import (
     MODEL,
     SHARDS,
@@ -98,7 +98,7 @@ def test_nobody_sees_anything_without_a_token(small_box: Box) -> None:
 def test_what_runs_stands_before_what_waits(box: Box) -> None:
     first, second, third = (submit(box.client, seed=seed) for seed in range(3))
     begin(box.backing.records, second)
-    box.backing.records.place({first: Place(1), third: Place(2)})
+    box.backing.records.set_positions({first: QueuePosition(1), third: QueuePosition(2)})
     view = seen(box.client)
     assert [(job.id, job.position) for job in view.jobs] == [(second, None), (first, 1), (third, 2)]
     assert (view.num_running, view.num_queued) == (1, 2)
@@ -144,11 +144,15 @@ def test_a_mode_that_nobody_set_is_told_whole(small_box: Box) -> None:
 def test_what_waits_shows_when_it_begins(small_box: Box) -> None:
     first, second = (submit(small_box.client, seed=seed) for seed in range(2))
     begins_s = time.time() + 50.0
-    small_box.backing.records.place({first: Place(1, {}, begins_s), second: Place(2)})
+    small_box.backing.records.set_positions(
+        {first: QueuePosition(1, {}, begins_s), second: QueuePosition(2)}
+    )
     view = seen(small_box.client)
     assert [job.begins_s for job in view.jobs] == [begins_s, None]
     news = News(view)
-    small_box.backing.records.place({first: Place(1, {}, begins_s + 9), second: Place(2)})
+    small_box.backing.records.set_positions(
+        {first: QueuePosition(1, {}, begins_s + 9), second: QueuePosition(2)}
+    )
     (text,) = news.since(seen(small_box.client))  # rows of jobs are not sent again for it
     assert BoxChange.model_validate_json(text).begins_s == [round(begins_s + 9), None]
 
@@ -207,7 +211,7 @@ def test_many_jobs_come_in_small_changes(box: Box) -> None:
     ids = [f"job{number:04}" for number in range(300)]
     for job_id in ids:
         box.backing.records.create(a_record(job_id, name="n" * 60), spec=a_spec())
-    box.backing.records.place({job: Place(n) for n, job in enumerate(ids, start=1)})
+    box.backing.records.set_positions({job: QueuePosition(n) for n, job in enumerate(ids, start=1)})
     shown: set[str] = set()
 
     def all_shown() -> bool:

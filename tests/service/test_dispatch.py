@@ -35,7 +35,7 @@ def waiting(box: Backing) -> list[str]:
 
 
 def positions(box: Backing) -> dict[str, int]:
-    return {job_id: place.position for job_id, place in box.records.places().items()}
+    return {job_id: found.position for job_id, found in box.records.positions().items()}
 
 
 def take_turns(box: Backing) -> None:

@@ -17,8 +17,8 @@ import redis
 
 from gradbox_service.database.connection import connect
 from gradbox_service.settings import MIB
+from gradbox_service.up import console as saying
 from gradbox_service.up import embedded_redis
-from gradbox_service.up import messages as saying
 from gradbox_service.up.embedded_redis import (
     EmbeddedRedis,
     NoRedis,
@@ -94,7 +94,7 @@ def kill_supervisor_of(folder: Path, *, arranged: bool) -> int:
 import sys
 from pathlib import Path
 from gradbox_service.up import embedded_redis
-from gradbox_service.up import messages as saying
+from gradbox_service.up import console as saying
 if not {arranged}:
     embedded_redis.die_with_parent = lambda number: None
 print(embedded_redis.EmbeddedRedis.start(Path({str(folder)!r})).pid, flush=True)

@@ -14,7 +14,7 @@ import redis
 from gradbox.protocol import DeviceMemory, JobState, ResultView
 from gradbox_service.backing import Backing
 from gradbox_service.fleet import WorkerPresence
-from gradbox_service.jobs import JobRecord, Place, Turn, changes
+from gradbox_service.jobs import JobRecord, QueuePosition, Turn, changes
 from gradbox_service.queue.dispatch import Dispatcher
 from gradbox_service.queue.shares import MAX_LEAD_S, Shares
 from gradbox_service.queue.short_list import MAX_PASSED_BY
@@ -235,9 +235,9 @@ def test_who_follows_is_told_for_whom_and_how_long(backing: Backing) -> None:
     backing.records.create(bobs, spec=a_spec())
     backing.records.follow(["bobs"])
     dispatcher_of(backing).tick()
-    place = backing.records.places()["bobs"]
-    assert (place.position, place.waiting_for) == (3, {"ann": 3})
-    assert place.seconds_left == pytest.approx(3.0, abs=0.5)  # of unknown jobs, a second each
+    bobs = backing.records.positions()["bobs"]
+    assert (bobs.position, bobs.waiting_for) == (3, {"ann": 3})
+    assert bobs.seconds_left == pytest.approx(3.0, abs=0.5)  # of unknown jobs, a second each
     assert len(backing.records.events("bobs")) == 2
     assert len(backing.records.events("b")) == 1  # nobody follows it
 
@@ -313,8 +313,8 @@ def test_a_new_leader_knows_the_turns_of_the_one_before(backing: Backing) -> Non
     second.tick()
     assert waiting(backing) == ["a"]
     assert [record.id for record in second.jobs.fed] == ["a"]
-    assert backing.records.places() == {
-        "a": Place(1, {}, None),
-        "b": Place(2, {"ann": 1}, None),
+    assert backing.records.positions() == {
+        "a": QueuePosition(1, {}, None),
+        "b": QueuePosition(2, {"ann": 1}, None),
     }
     assert all(record.state is JobState.QUEUED for record in second.jobs.fed)

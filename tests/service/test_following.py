@@ -47,7 +47,7 @@ def test_a_change_ends_the_wait_for_it() -> None:
 def test_a_posted_job_is_told_before_its_change_is_read() -> None:
     passed, record = PassedChanges(), a_record()
     passed.changes(None, wait_s=0.0)
-    passed.tell(record)
+    passed.note_posted(record)
     assert passed.changes("0-0", wait_s=0.0) == ("0-0", [Change("job1", "state", record=record)])
 
 
@@ -94,7 +94,7 @@ def test_a_job_told_late_by_who_took_it_does_not_hide_that_it_runs(backing: Back
     queued = a_record()
     running = queued.begin(worker="w", now_s=2.0)
     passed.pass_on("2-0", [Change("job1", "state", record=running)])
-    passed.tell(queued)
+    passed.note_posted(queued)
     follower.sync()
     assert list(jobs.running) == [running]
 

@@ -148,7 +148,7 @@ def test_a_job_that_waits_gets_a_turn_that_a_worker_takes(
     fill(connection)
     announce(backing)
     dispatcher = Dispatcher(backing)
-    for _ in range(2):  # places, which are not stored, keep it from nothing
+    for _ in range(2):  # positions, which are not stored, keep it from nothing
         dispatcher.tick()
         assert dispatcher.leads
     queue = QueueOfTurns(QUEUE, connection=connection, serializer=SERIALIZER)

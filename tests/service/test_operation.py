@@ -52,8 +52,8 @@ def test_a_paused_box_hands_out_nothing_until_it_is_resumed(backing: Backing) ->
 def test_who_follows_a_job_is_told_of_a_pause_and_of_its_end(
     backing: Backing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradbox_service.queue.places.PACE_S", 0.0)
-    monkeypatch.setattr("gradbox_service.queue.places.MAX_SHARE", 1000.0)
+    monkeypatch.setattr("gradbox_service.queue.positions.PACE_S", 0.0)
+    monkeypatch.setattr("gradbox_service.queue.positions.MAX_FRACTION", 1000.0)
     announce(backing)
     queue(backing.records, "a", "b")
     backing.records.follow(["b"])

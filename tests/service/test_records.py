@@ -15,8 +15,8 @@ import redis
 from gradbox.errors import IdempotencyConflict, JobFailed
 from gradbox.protocol import JobState, JobView, Problem, ProgressView, ResultView
 from gradbox_service.backing import Backing
-from gradbox_service.jobs import JobRecord, Place, Records
-from gradbox_service.jobs.changes import MAX_TOLD_BYTES
+from gradbox_service.jobs import JobRecord, QueuePosition, Records
+from gradbox_service.jobs.changes import MAX_CARRIED_BYTES
 from tests.service.boxes import a_record, a_spec, advance, begin
 
 
@@ -283,7 +283,7 @@ def test_a_change_of_state_tells_the_record_that_it_left(records: Records) -> No
 def test_a_large_record_is_not_told_with_its_change(connection: redis.Redis) -> None:
     records = Records(connection)
     cursor, _ = records.changes(None, wait_s=0.0)
-    records.create(a_record(name="x" * MAX_TOLD_BYTES), spec=a_spec())
+    records.create(a_record(name="x" * MAX_CARRIED_BYTES), spec=a_spec())
     _, (change,) = records.changes(cursor, wait_s=0.0)
     assert (change.job_id, change.kind, change.record) == ("job1", "state", None)
 
@@ -291,19 +291,19 @@ def test_a_large_record_is_not_told_with_its_change(connection: redis.Redis) -> 
 def test_places_are_kept_and_told_to_those_who_follow(records: Records) -> None:
     for job_id in ("a", "b"):
         records.create(a_record(job_id), spec=a_spec())
-    last = Place(2, {"ann": 1}, time.time() + 40.0, "paused by root")
-    records.place({"b": Place(1), "a": last}, told=["a"])
-    assert records.places() == {"b": Place(1), "a": last}
-    assert records.places(["a", "nope"]) == {"a": last}
+    last = QueuePosition(2, {"ann": 1}, time.time() + 40.0, "paused by root")
+    records.set_positions({"b": QueuePosition(1), "a": last}, publish=["a"])
+    assert records.positions() == {"b": QueuePosition(1), "a": last}
+    assert records.positions(["a", "nope"]) == {"a": last}
     view = JobView.model_validate_json(records.events("a")[-1].data)
     assert (view.queue_position, view.waiting_for) == (2, {"ann": 1})
     assert view.seconds_left == pytest.approx(35.0, abs=5.1)
     assert view.hold == "paused by root"
     assert len(records.events("b")) == 1
     begin(records, "b")
-    assert records.places() == {"a": last}
-    records.place({})
-    assert records.places() == {}
+    assert records.positions() == {"a": last}
+    records.set_positions({})
+    assert records.positions() == {}
 
 
 def test_a_job_is_followed_for_a_while(records: Records) -> None:

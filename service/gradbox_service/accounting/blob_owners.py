@@ -83,7 +83,7 @@ class BlobOwners:
         self._claim(keys=keys, args=[owner, _field(owner), *sizes])
 
     def owns(self, owner: str, digest: str) -> bool:
-        """Tell whether `owner` has sent the blob's bytes."""
+        """Return whether `owner` has sent the blob's bytes."""
         return bool(self._redis.hexists(_key(digest), _field(owner)))
 
     def owned_among(self, owner: str, digests: Collection[str]) -> frozenset[str]:
@@ -132,7 +132,7 @@ class BlobOwners:
         return {digest.decode() for digest in found}
 
     def release(self, owner: str, digest: str) -> bool:
-        """Note that the blob is no longer `owner`'s; tell whether it belongs to nobody now.
+        """Note that the blob is no longer `owner`'s; return whether it belongs to nobody now.
 
         It then counts against another owner, if there is one. Call it before the file is removed. A
         claim in between is of bytes that are written anew.

@@ -126,7 +126,7 @@ def add_busy(workers: dict[str, dict[int, int]], charge: Charge) -> None:
 
 
 def spread(began_s: float, ended_s: float, *, width_s: int) -> dict[int, int]:
-    """Return how many milliseconds of a span of time fall into each interval of `width_s`."""
+    """Return how many milliseconds of a time fall into each interval of `width_s`."""
     began, ended, width = int(began_s * 1000), int(ended_s * 1000), width_s * 1000
     found: dict[int, int] = {}
     while began < ended:

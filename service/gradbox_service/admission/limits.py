@@ -75,7 +75,7 @@ def check_queue(num_active: int, *, settings: Settings) -> None:
 
 
 # Of the memory that Redis may take, what new jobs may fill.
-NEW_JOBS_SHARE: Final = 0.8
+NEW_JOBS_FRACTION: Final = 0.8
 
 
 def check_memory(memory: Memory) -> None:
@@ -84,13 +84,13 @@ def check_memory(memory: Memory) -> None:
     Raises:
         ServiceUnavailable: it has not.
     """
-    if memory.bound_bytes is None or memory.used_bytes < NEW_JOBS_SHARE * memory.bound_bytes:
+    if memory.bound_bytes is None or memory.used_bytes < NEW_JOBS_FRACTION * memory.bound_bytes:
         return
     raise ServiceUnavailable(
         f"the box's Redis takes {in_units(memory.used_bytes)} of the "
-        f"{in_units(memory.bound_bytes)} that it may, and new jobs {NEW_JOBS_SHARE:.0%} of that; "
-        f"wait: jobs that ended make room within an hour, oldest first of whoever has most; or "
-        f"have the box's owner raise --redis-memory-bytes"
+        f"{in_units(memory.bound_bytes)} that it may, and new jobs {NEW_JOBS_FRACTION:.0%} of "
+        f"that; wait: jobs that ended make room within an hour, oldest first of whoever has most; "
+        f"or have the box's owner raise --redis-memory-bytes"
     )
 
 
@@ -104,7 +104,7 @@ def check_leaves_room(owner: str, *, memory: Memory, records: Records) -> None:
     """
     if memory.bound_bytes is None:
         return
-    left_bytes = NEW_JOBS_SHARE * memory.bound_bytes - memory.used_bytes
+    left_bytes = NEW_JOBS_FRACTION * memory.bound_bytes - memory.used_bytes
     if memory.used_bytes <= left_bytes:
         return  # as then anybody's part of it is
     own_bytes = records.spec_bytes(owner)

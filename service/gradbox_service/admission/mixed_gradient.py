@@ -63,8 +63,8 @@ def _check_outer(spec: MixedGradientSpec) -> None:
 
 def _check_leaves(spec: MixedGradientSpec, tensors: TensorHeaders) -> None:
     leaves: dict[str, TensorRef] = {f"y.{name}": ref for name, ref in spec.y.items()}
-    for place, function in (("inner", spec.inner), ("outer", spec.outer)):
-        leaves |= {f"{place}.{name}": ref for name, ref in function.tensors.items()}
+    for where, function in (("inner", spec.inner), ("outer", spec.outer)):
+        leaves |= {f"{where}.{name}": ref for name, ref in function.tensors.items()}
     wanted = {name: ref for name, ref in leaves.items() if ref.requires_grad}
     if not wanted:
         raise InvalidInputs(

@@ -136,7 +136,7 @@ def _check_fit(names: set[str], group: InputGroup, method: MethodView, model: st
 
 
 def _is_position(name: str) -> bool:
-    """Tell whether this is a whole number as it is written without leading zeros."""
+    """Return whether this is a whole number as it is written without leading zeros."""
     return name.isascii() and name.isdigit() and len(name) < 6 and str(int(name)) == name
 
 

@@ -1,7 +1,7 @@
 """What one owner's blobs and results may take together, uploads that are under way included.
 
 Where the quota is reached, room is made at once of what the owner no longer needs. Where that is
-not enough, the request is refused, and told when to come again.
+not enough, the request is refused, with when to come again.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from gradbox_service.store.room import in_units
 # Where jobs that end, or uploads, may make room, and how long a look in vain is good for.
 SOON_S: Final = 2
 IN_VAIN_S: Final = 1.0
-# Whoever is told to wait longer asks again: files may go earlier than was thought.
+# Whoever is to wait longer asks again: files may go earlier than was thought.
 LONGEST_S: Final = 3600
 
 
 class QuotaReached(StorageFull):
-    """An owner's share is full.
+    """An owner's quota is full.
 
     Attributes:
         retry_after_s: whole seconds until there may be room.

@@ -10,11 +10,11 @@ from gradbox.tensors.safetensors_header import SafetensorsHeader, TensorEntry
 from gradbox_service.accounting.blob_owners import OwnBlobs
 
 References = Iterable[tuple[str, TensorRef]]
-"""Each reference to a single tensor, with the place in the spec where it stands."""
+"""Each reference to a single tensor, with where in the spec it is named."""
 
 
 def shared_references(spec: SharedSpec) -> References:
-    """Give the references of what all computations are told."""
+    """Give the references of what all computations take."""
     for group in spec.inputs:
         if group.order is not None:
             yield f"inputs.{group.name}.order", group.order
@@ -22,17 +22,17 @@ def shared_references(spec: SharedSpec) -> References:
     yield from function_references("readout", spec.readout)
 
 
-def function_references(place: str, function: TracedFunction | None) -> References:
+def function_references(where: str, function: TracedFunction | None) -> References:
     """Give the references of a traced function, if there is one."""
     if function is not None:
-        yield from named_references(f"{place}.tensors", function.tensors)
+        yield from named_references(f"{where}.tensors", function.tensors)
 
 
-def named_references(place: str, references: Mapping[str, object]) -> References:
+def named_references(where: str, references: Mapping[str, object]) -> References:
     """Give those entries that are tensors."""
     for name, value in references.items():
         if isinstance(value, TensorRef):
-            yield f"{place}.{name}", value
+            yield f"{where}.{name}", value
 
 
 # Opening a blob costs a file read here and a mapping in the worker.

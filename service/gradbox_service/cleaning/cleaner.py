@@ -43,14 +43,14 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 # Of the memory that Redis may take, what it notes of blobs may fill, and what it notes of one.
-BLOBS_SHARE = 0.3
+BLOBS_FRACTION = 0.3
 BLOB_NOTE_BYTES = 512
 # Records that end by age in one look; the rest waits for the next one.
 MAX_RECORDS = 1000
 # Files whose owners are looked up at once.
 PAGE = 1000
 # Of what may go at once, so much goes at once: not every step of a loop is to look.
-AT_ONCE_SHARE = 0.25
+AT_ONCE_FRACTION = 0.25
 
 
 class Cleaner(RepeatingThread):
@@ -191,7 +191,7 @@ class Cleaner(RepeatingThread):
         found = spent(owner, self._records, self._needed, now_s=time.time())
         needed = self.needed() | keep
         files = [file for file in self._spent_files(owner, found) if file.name not in needed]
-        wanted_bytes = max(num_bytes, AT_ONCE_SHARE * sum(file.size_bytes for file in files))
+        wanted_bytes = max(num_bytes, AT_ONCE_FRACTION * sum(file.size_bytes for file in files))
         freed_bytes = 0
         for file in sorted(files, key=lambda file: file.used_s):
             if freed_bytes >= wanted_bytes:
@@ -238,7 +238,7 @@ class Cleaner(RepeatingThread):
             result_age_s=self._settings.result_age_s,
             blob_age_s=self._settings.blob_age_s,
             total_bytes=self._settings.storage_share * there_is_bytes,
-            num_blobs=BLOBS_SHARE * memory_bytes / BLOB_NOTE_BYTES,
+            num_blobs=BLOBS_FRACTION * memory_bytes / BLOB_NOTE_BYTES,
         )
 
     def _end_records(self, *, now_s: float) -> None:
@@ -258,7 +258,7 @@ class Cleaner(RepeatingThread):
             self._records.forget(job_id)
 
     def _is_idle(self, record: JobRecord, *, now_s: float) -> bool:
-        """Tell whether a job ended, and its result was used, long enough ago to make room."""
+        """Return whether a job ended, and its result was used, long enough ago to make room."""
         if record.finished_s is None:
             return False
         found = use_of(self._results.path(record.id, attempt=record.attempt))
@@ -301,7 +301,7 @@ class Cleaner(RepeatingThread):
 
 
 def _was_read(file: FileUse, record: JobRecord) -> bool:
-    """Tell whether a result was used after the end of its job, which wrote it before."""
+    """Return whether a result was used after the end of its job, which wrote it before."""
     return file.read_only or (record.finished_s is not None and file.used_s > record.finished_s)
 
 

@@ -113,7 +113,7 @@ def _until_within(
 
 
 # Of the memory that Redis may take: below what new jobs may fill.
-RECORDS_SHARE: Final = 0.6
+RECORDS_FRACTION: Final = 0.6
 # That are looked at in one look; the rest waits for the next one.
 MAX_RECORDS: Final = 10_000
 
@@ -127,7 +127,7 @@ def crowding(records: Records, *, may_go: Callable[[JobRecord], bool]) -> list[s
     memory = records.memory()
     if memory.bound_bytes is None:
         return []
-    excess_bytes = memory.used_bytes - RECORDS_SHARE * memory.bound_bytes
+    excess_bytes = memory.used_bytes - RECORDS_FRACTION * memory.bound_bytes
     if excess_bytes <= 0:
         return []
     num_jobs = records.num_by_owner()

@@ -125,7 +125,7 @@ def verify(*, redis_url: RedisUrl = None, data: DataFolder = None, json: AsJson 
 
 
 def _is_damaged(file: Stored, box: Backing) -> bool:
-    """Tell whether a file has another SHA-256 than it should; one that is gone by now has not."""
+    """Return whether a file has another SHA-256 than it should; one that is gone by now has not."""
     path, expected = box.blobs.path(file.name), file.name
     if file.kind == "result":
         record = box.records.get(file.name)

@@ -127,10 +127,10 @@ def run(
     from gradbox_service.http.listening import CannotListen
     from gradbox_service.up import background
     from gradbox_service.up.box import Box
+    from gradbox_service.up.console import say
     from gradbox_service.up.data_folder import DataInUse
     from gradbox_service.up.devices import Cluster, spread
     from gradbox_service.up.embedded_redis import NoRedis
-    from gradbox_service.up.messages import say
     from gradbox_service.up.processes import PartFailed, Script
 
     umask = make_files_private()
@@ -195,11 +195,11 @@ def models_file(given: Path | None, *, data: Path) -> Path:
     Raises:
         BadSettings: there is none.
     """
-    places = [given] if given is not None else [data / MODELS_FILE, Path(MODELS_FILE)]
-    for place in places:
-        if place.is_file():
-            return place.resolve()
+    paths = [given] if given is not None else [data / MODELS_FILE, Path(MODELS_FILE)]
+    for path in paths:
+        if path.is_file():
+            return path.resolve()
     raise BadSettings(
-        f"expected a models file at {' or '.join(str(place) for place in places)}, found none; "
+        f"expected a models file at {' or '.join(str(path) for path in paths)}, found none; "
         f"name one with --models, or write one such as\n\n{EXAMPLE}\n"
     )

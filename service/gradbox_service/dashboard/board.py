@@ -63,7 +63,7 @@ class Source:
             operation=self._box.operation.read(),
             num_running=len(running),
             num_queued=len(self._active) - len(running),
-            jobs=jobs_shown(self._active.values(), self._box.records.places()),
+            jobs=jobs_shown(self._active.values(), self._box.records.positions()),
             devices=devices_shown(workers, self._busy_ms(running, now_s), now_s=now_s),
             models=models_shown(workers, self._model_views(workers)),
         )

@@ -1,6 +1,6 @@
 """Use by owner over a day, a week or a month, in buckets of whole hours that end with this one.
 
-Beside it stands what each of them keeps on the box now.
+Beside it is what each of them keeps on the box now.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def usage_seen_by(caller: TokenInfo, box: Backing, span: Span) -> UsageView:
     buckets: dict[str | None, list[Used]] = {}
     for hour, owners in used.items():
         for owner, more in owners.items():
-            place = (hour - first) // hours
-            if place >= 0:
+            index = (hour - first) // hours
+            if index >= 0:
                 line = buckets.setdefault(shown(owner), [Used()] * num_buckets)
-                line[place] += more
+                line[index] += more
     kept: Counter[str | None] = Counter()
     for sizes in (box.owners.totals(), box.records.result_bytes()):
         for owner, size_bytes in sizes.items():

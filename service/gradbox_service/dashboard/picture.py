@@ -1,9 +1,9 @@
 """What the box looked like at one moment, what one caller may see of it, and what is new of that.
 
 What changed between two looks of one listener (`News`) is sent as small JSON documents. Rows are
-sent whole where anything in them is new. A job's place in the queue and when it begins are not part
-of its row, for a job that begins moves all that wait: the keys of those that wait are sent in order
-instead, and when each of them begins.
+sent whole where anything in them is new. A job's position in the queue and when it begins are not
+part of its row, for a job that begins moves all that wait: the keys of those that wait are sent in
+order instead, and when each of them begins.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from gradbox_service.accounting.usage import MINUTE_S, BusyByWorker
 from gradbox_service.fleet import WorkerPresence
 from gradbox_service.fleet.workers import offered_versions, unusable_models
 from gradbox_service.identity.tokens import TokenInfo
-from gradbox_service.jobs import JobRecord, Place
+from gradbox_service.jobs import JobRecord, QueuePosition
 
-# As many of the jobs that wait are shown: what lies behind changes too often to be told.
+# As many of the jobs that wait are shown: what lies behind changes too often.
 MAX_WAITING: Final = 100
 MINUTES_SHOWN: Final = 60
 KEY_LENGTH: Final = 12
@@ -76,17 +76,17 @@ def key_of(job_id: str) -> str:
     return hashlib.sha256(job_id.encode()).hexdigest()[:KEY_LENGTH]
 
 
-def jobs_shown(active: Iterable[JobRecord], places: Mapping[str, Place]) -> list[BoxJob]:
+def jobs_shown(active: Iterable[JobRecord], positions: Mapping[str, QueuePosition]) -> list[BoxJob]:
     """Return the jobs that run, oldest attempt first, and then the first of those that wait."""
     running: list[JobRecord] = []
     waiting: list[JobRecord] = []
     for record in active:
         (waiting if record.state is JobState.QUEUED else running).append(record)
     running.sort(key=lambda record: (record.started_s or 0.0, record.id))
-    last = Place(max((place.position for place in places.values()), default=0) + 1)
-    waiting.sort(key=lambda r: (places.get(r.id, last).position, r.created_s, r.id))
+    last = QueuePosition(max((waits_at.position for waits_at in positions.values()), default=0) + 1)
+    waiting.sort(key=lambda r: (positions.get(r.id, last).position, r.created_s, r.id))
     return [_job(record) for record in running] + [
-        _job(record, position=position, begins_s=places.get(record.id, last).begins_s)
+        _job(record, position=position, begins_s=positions.get(record.id, last).begins_s)
         for position, record in enumerate(waiting[:MAX_WAITING], start=1)
     ]
 
@@ -177,10 +177,10 @@ Row = tuple[str, str]
 
 
 class News:
-    """Remembers what a listener was told."""
+    """Remembers what a listener was sent."""
 
     def __init__(self, view: BoxView) -> None:
-        """Begin with what it was told first."""
+        """Begin with what it was sent first."""
         self._rows = _rows(view)
         self._lists = _lists(view)
 
@@ -238,5 +238,5 @@ def _lists(view: BoxView) -> list[str]:
         BoxChange(begins_s=[job.begins_s and round(job.begins_s) for job in waiting]),
         BoxChange(operation=view.operation),
     )
-    # Each whole: a page puts what it is told in the place of what it had.
+    # Each whole: a page puts what it is sent in the place of what it had.
     return [change.model_dump_json(include=change.model_fields_set) for change in changes]

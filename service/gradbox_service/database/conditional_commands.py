@@ -46,7 +46,7 @@ class ConditionalCommands:
         self._script = connection.register_script(OVER_BOUND + SCRIPT if over_bound else SCRIPT)
 
     def run(self, pipe: Pipeline, *, where: Mapping[str, bytes | str]) -> bool:
-        """Run a pipeline's commands where keys hold these values; tell whether they do.
+        """Run a pipeline's commands where keys hold these values; return whether they do.
 
         A script whose answer is lost may be sent again, and then finds its own changes: the
         conditions must not hold after the commands.

@@ -49,7 +49,7 @@ _OF_EXEC: Final = "Transaction discarded because of: "
 
 
 def store_refuses(error: BaseException) -> bool:
-    """Tell whether Redis did not take a command only for now.
+    """Return whether Redis did not take a command only for now.
 
     Args:
         error: what redis-py raised.

@@ -75,7 +75,7 @@ class Fleet:
         key = _presence_key(presence.name)
         pipe.set(key, presence.model_dump_json(), px=max(1, int(ttl_s * 1000)))
         pipe.sadd(WORKERS, presence.name)
-        changes.ring(pipe, "", "worker")
+        changes.append_change(pipe, "", "worker")
         self._commands.run(pipe, where={})
 
     def retire(self, name: str) -> None:
@@ -83,7 +83,7 @@ class Fleet:
         pipe = self._redis.pipeline()
         pipe.delete(_presence_key(name))
         pipe.srem(WORKERS, name)
-        changes.ring(pipe, "", "worker")
+        changes.append_change(pipe, "", "worker")
         self._commands.run(pipe, where={})
 
     def describe(self, models: Iterable[ModelView]) -> None:
@@ -181,5 +181,5 @@ def said_builds(workers: Iterable[WorkerPresence]) -> str:
 
 
 def may_be_run(model: str, version: str, *, by: Iterable[WorkerPresence]) -> bool:
-    """Tell whether one of these workers offers this version of a model, or may once it started."""
+    """Return whether one of these workers offers this version, or may once it has started."""
     return any(worker.models.get(model) == version or worker.state == "starting" for worker in by)

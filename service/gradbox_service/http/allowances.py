@@ -44,7 +44,7 @@ class OpenRequests:
         self._num_open: Counter[str] = Counter()
 
     def full(self, owner: str) -> bool:
-        """Tell whether an owner has as many open as may be."""
+        """Return whether an owner has as many open as may be."""
         return self._num_open[owner] >= self._limit
 
     @contextmanager

@@ -77,27 +77,27 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
         redoc_url=None,
         responses=openapi.PROBLEM,
     )
-    stands_on = backing or Backing.on_redis(settings)
+    backing = backing or Backing.on_redis(settings)
     app.state.settings = settings
-    app.state.backing = stands_on
-    app.state.board = Board(stands_on)
+    app.state.backing = backing
+    app.state.board = Board(backing)
     passed = PassedChanges()
-    app.state.tell_dispatcher = passed.tell
-    app.state.hub = Hub(stands_on.records, also_tell=app.state.board.note, pass_on=passed.pass_on)
+    app.state.note_posted = passed.note_posted
+    app.state.hub = Hub(backing.records, on_changes=app.state.board.note, pass_on=passed.pass_on)
     app.state.streams = open_streams(settings)
     app.state.transfers = open_transfers(settings)
     app.state.metrics = Metrics()
     app.state.dispatcher = Dispatcher(
-        stands_on,
+        backing,
         half_life_s=settings.share_half_life_s,
         ended=app.state.metrics.job_ended,
         changes=passed.changes,
     )
     app.state.metrics.registry.register(
-        BoxCollector(stands_on, app.state.dispatcher, clock=time.time)
+        BoxCollector(backing, app.state.dispatcher, clock=time.time)
     )
-    app.state.cleaner = Cleaner(settings, stands_on)
-    app.state.quota = Quota(settings.owner_quota_bytes, box=stands_on, cleaner=app.state.cleaner)
+    app.state.cleaner = Cleaner(settings, backing)
+    app.state.quota = Quota(settings.owner_quota_bytes, box=backing, cleaner=app.state.cleaner)
     app.state.bodies = Bodies(folder=settings.data, limit_bytes=settings.max_spec_bytes)
     app.add_middleware(SmallBodies)
     app.add_middleware(

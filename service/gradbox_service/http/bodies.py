@@ -128,7 +128,7 @@ class Parts:
 
 
 def is_form(content_type: str) -> bool:
-    """Tell whether a body has several parts, by its Content-Type."""
+    """Return whether a body has several parts, by its Content-Type."""
     return content_type.partition(";")[0].strip().lower() == FORM
 
 
@@ -245,7 +245,7 @@ class SmallBodies:
 
 
 def _reads_by_itself(scope: Scope) -> bool:
-    """Tell whether the request is one of those whose body has limits of its own."""
+    """Return whether the request is one of those whose body has limits of its own."""
     method: str = scope["method"]
     path: str = scope["path"]
     return (method == "PUT" and path.startswith("/v1/blobs/")) or (

@@ -4,7 +4,7 @@ The reader waits on the records' stream of changes, which says that a job has so
 wakes that job's listeners; each then reads its job's own stream behind the last event it sent. So a
 listener misses nothing and sends nothing twice, however often it is woken, and many listeners take
 one Redis connection, not one each. Those who wait for a job's end alone get the record that its
-change tells. The reader also passes on all changes to the dispatcher.
+change carries. The reader also passes on all changes to the dispatcher.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 # The reader looks up from its wait this often, to see whether it is to stop.
 WAIT_S = 0.25
-# A listener reads on its own after this long: what no change told while Redis was away.
+# A listener reads on its own after this long: what no change said while Redis was away.
 REREAD_S = 5.0
 # Jobs whose end is remembered, for those who were about to wait for it.
 MAX_ENDS = 1000
@@ -43,18 +43,18 @@ class Hub(RepeatingThread):
         self,
         records: Records,
         *,
-        also_tell: Callable[[Collection[Change]], None] = lambda _: None,
+        on_changes: Callable[[Collection[Change]], None] = lambda _: None,
         pass_on: Callable[[str, Sequence[Change]], None] = lambda _cursor, _changes: None,
     ) -> None:
         """Read nothing yet.
 
         Args:
-            also_tell: called with all changes, in the event loop.
+            on_changes: called with all changes, in the event loop.
             pass_on: called with the same and the cursor behind them, in the reader's thread.
         """
         super().__init__("event reader", failed_pause_s=WAIT_S)
         self._records = records
-        self._also_tell = also_tell
+        self._on_changes = on_changes
         self._pass_on = pass_on
         self._listeners: Waiters = {}
         self._waiting: Waiters = {}  # for the end alone
@@ -156,7 +156,7 @@ class Hub(RepeatingThread):
                 self._loop.call_soon_threadsafe(self._spread, changes)
 
     def _with_awaited_ends(self, changes: Sequence[Change]) -> Sequence[Change]:
-        """Read the records, where no change told them, of ends that somebody waits for."""
+        """Read the records, where no change carried them, of ends that somebody waits for."""
         untold = [c.job_id for c in changes if c.final and c.record is None]
         awaited = [job_id for job_id in untold if job_id in self._waiting]
         if not awaited:
@@ -174,7 +174,7 @@ class Hub(RepeatingThread):
             self._ends.popitem(last=False)
         _wake(self._listeners, {change.job_id for change in changes})
         _wake(self._waiting, ended)
-        self._also_tell(changes)
+        self._on_changes(changes)
 
 
 @contextmanager

@@ -122,7 +122,7 @@ def _wrong_dates(cert: Path, key: Path) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether only this machine reaches an address."""
+    """Return whether only this machine reaches an address."""
     if host == "localhost":
         return True
     try:

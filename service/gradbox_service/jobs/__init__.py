@@ -11,7 +11,7 @@ To read in this order:
 """
 
 from gradbox_service.jobs.changes import Change, Event
-from gradbox_service.jobs.record import JobRecord, Place, Transition
+from gradbox_service.jobs.record import JobRecord, QueuePosition, Transition
 from gradbox_service.jobs.records import Mark, Records
 from gradbox_service.jobs.turns import QUEUE, SERIALIZER, TASK, Turn, Turns
 
@@ -23,7 +23,7 @@ __all__ = [
     "Event",
     "JobRecord",
     "Mark",
-    "Place",
+    "QueuePosition",
     "Records",
     "Transition",
     "Turn",

@@ -21,7 +21,7 @@ from gradbox.protocol import JobState
 from gradbox_service.accounting import usage
 from gradbox_service.jobs.charges import charge_of
 from gradbox_service.jobs.damaged import read_record
-from gradbox_service.jobs.record import JobRecord, Place
+from gradbox_service.jobs.record import JobRecord, QueuePosition
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ Entry = tuple[bytes, dict[bytes, bytes]]
 
 ACTIVE = "gradbox:active"
 ENDED = "gradbox:ended"
-PLACES = "gradbox:places"
+POSITIONS = "gradbox:places"
 FOLLOWED = "gradbox:followed"
 OWNERS = "gradbox:owners"
 POSTED = "gradbox:posted"
@@ -40,8 +40,8 @@ RESULT_BYTES = "gradbox:result-bytes"
 # newest state is always among the kept.
 MAX_EVENTS = 1000
 MAX_CHANGES = 10_000
-# A larger record is not told with its change: the stream is to stay within a few MB.
-MAX_TOLD_BYTES = 2048
+# A change carries no larger record: the stream is to stay within a few MB.
+MAX_CARRIED_BYTES = 2048
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Change:
-    """Says that something about a job is new; what it is stands in the job's own stream.
+    """Says that something about a job is new; what it is, the job's own stream says.
 
     `final` is set where the job has ended. `record` is how the change left the job's record; None
     where it has to be read: it was large, or an earlier version of gradbox made the change.
@@ -79,7 +79,7 @@ class Change:
 
 
 def write(pipe: Pipeline, before: JobRecord | None, after: JobRecord) -> None:
-    """Store a record in place of its predecessor, and tell those who watch the job."""
+    """Store a record in place of its predecessor, and publish what changed."""
     text = after.to_json()
     pipe.set(job_key(after.id), text)
     if before is None or before.state is not after.state:
@@ -91,9 +91,9 @@ def write(pipe: Pipeline, before: JobRecord | None, after: JobRecord) -> None:
     event = event_of(before, after)
     if event is None:
         return
-    tell(pipe, after.id, event)
-    told = event.kind == "state" and len(text) <= MAX_TOLD_BYTES
-    ring(pipe, after.id, event.kind, final=event.final, record=text if told else b"")
+    append_event(pipe, after.id, event)
+    is_carried = event.kind == "state" and len(text) <= MAX_CARRIED_BYTES
+    append_change(pipe, after.id, event.kind, final=event.final, record=text if is_carried else b"")
 
 
 def _index(pipe: Pipeline, before: JobRecord | None, after: JobRecord) -> None:
@@ -113,7 +113,7 @@ def _index(pipe: Pipeline, before: JobRecord | None, after: JobRecord) -> None:
     elif before is None:
         pipe.zadd(ACTIVE, {after.id: after.created_s})
     if after.state is not JobState.QUEUED and (before is None or before.state is JobState.QUEUED):
-        pipe.hdel(PLACES, after.id)
+        pipe.hdel(POSITIONS, after.id)
 
 
 def erase(pipe: Pipeline, record: JobRecord, *, posted: bytes | None) -> None:
@@ -125,7 +125,7 @@ def erase(pipe: Pipeline, record: JobRecord, *, posted: bytes | None) -> None:
     pipe.delete(job_key(record.id), spec_key(record.id), events_key(record.id))
     if posted is not None:
         pipe.delete(posted)
-    pipe.hdel(PLACES, record.id)
+    pipe.hdel(POSITIONS, record.id)
     pipe.hdel(POSTED, record.id)
     for index in (ACTIVE, ENDED, owner_key(record.owner), index_key(record.owner, record.state)):
         pipe.zrem(index, record.id)
@@ -138,23 +138,27 @@ def count_result(pipe: Pipeline, owner: str, num_bytes: int) -> None:
         pipe.hincrby(RESULT_BYTES, owner, num_bytes)
 
 
-def place(pipe: Pipeline, places: Mapping[str, Place], told: Sequence[JobRecord]) -> None:
-    """Store where queued jobs stand, and tell some of them."""
-    pipe.delete(PLACES)
-    if places:
-        pipe.hset(PLACES, mapping={job_id: place.to_json() for job_id, place in places.items()})
-    for record in told:
-        tell(pipe, record.id, state_event(record, place=places[record.id]))
-        ring(pipe, record.id, "position")
+def set_positions(
+    pipe: Pipeline, positions: Mapping[str, QueuePosition], publish: Sequence[JobRecord]
+) -> None:
+    """Store the positions of queued jobs, and publish those of some."""
+    pipe.delete(POSITIONS)
+    if positions:
+        pipe.hset(
+            POSITIONS, mapping={job_id: found.to_json() for job_id, found in positions.items()}
+        )
+    for record in publish:
+        append_event(pipe, record.id, state_event(record, waits_at=positions[record.id]))
+        append_change(pipe, record.id, "position")
 
 
-def tell(pipe: Pipeline, job_id: str, event: Event) -> None:
+def append_event(pipe: Pipeline, job_id: str, event: Event) -> None:
     """Append an event to the job's stream."""
     fields: dict[Any, Any] = {"kind": event.kind, "data": event.data, "final": int(event.final)}
     pipe.xadd(events_key(job_id), fields, maxlen=MAX_EVENTS, approximate=True)
 
 
-def ring(
+def append_change(
     pipe: Pipeline, job_id: str, kind: str, *, final: bool = False, record: bytes = b""
 ) -> None:
     """Say to all readers that the job has something new, or has ended.
@@ -176,7 +180,7 @@ def grant(pipe: Pipeline, job_id: str, *, attempt: int, lease_s: float) -> None:
 def event_of(before: JobRecord | None, after: JobRecord) -> Event | None:
     """Return the event of a change, without its id; None for a change after the job's end.
 
-    A result may be deleted then; the final state is told once, and is the stream's last event.
+    A result may be deleted then; the final state is published once, and is the stream's last event.
     """
     if before is not None and before.state.final:
         return None
@@ -185,9 +189,9 @@ def event_of(before: JobRecord | None, after: JobRecord) -> Event | None:
     return state_event(after)
 
 
-def state_event(record: JobRecord, *, place: Place | None = None) -> Event:
-    """Return the event that tells a job's state, without its id."""
-    view = record.view(place=place)
+def state_event(record: JobRecord, *, waits_at: QueuePosition | None = None) -> Event:
+    """Return the event of a job's state, without its id."""
+    view = record.view(waits_at=waits_at)
     return Event("", "state", view.model_dump_json(), record.state.final)
 
 
@@ -218,14 +222,14 @@ def change_in(entry_id: bytes, fields: Mapping[bytes, bytes]) -> Change | None:
     try:
         kind = cast(Any, fields[b"kind"].decode())
         final = fields.get(b"final") == b"1"
-        return Change(fields[b"job"].decode(), kind, final, _told(fields.get(b"record")))
+        return Change(fields[b"job"].decode(), kind, final, _carried(fields.get(b"record")))
     except (KeyError, ValueError):
         log.error("entry %r of the box's changes is left out: %r", entry_id, fields)
         return None
 
 
-def _told(text: bytes | None) -> JobRecord | None:
-    """Return the record that a change tells; None for a damaged one: who reads it deals with it."""
+def _carried(text: bytes | None) -> JobRecord | None:
+    """Return the record that a change carries; None for a damaged one, which is read again."""
     try:
         return read_record(text)
     except ValueError:
@@ -233,7 +237,7 @@ def _told(text: bytes | None) -> JobRecord | None:
 
 
 def trimmed(connection: redis.Redis, cursor: str) -> bool:
-    """Tell whether the stream of changes no longer holds what came right after `cursor`."""
+    """Return whether the stream of changes no longer holds what came right after `cursor`."""
     oldest = cast("list[Entry]", connection.xrange(CHANGES, count=1))
     return bool(oldest) and parse_id(oldest[0][0].decode()) > parse_id(cursor)
 

@@ -26,8 +26,8 @@ VERSION = 1
 
 
 @dataclass(frozen=True)
-class Place:
-    """The place of one queued job.
+class QueuePosition:
+    """Where one queued job is in the queue.
 
     Attributes:
         position: 1 for the job that is handed out next.
@@ -47,14 +47,14 @@ class Place:
         return None if self.begins_s is None else round(max(0.0, self.begins_s - time.time()), 1)
 
     def to_json(self) -> bytes:
-        return _PLACE.dump_json(self)
+        return _POSITION.dump_json(self)
 
     @classmethod
-    def from_json(cls, text: bytes) -> Place:
+    def from_json(cls, text: bytes) -> QueuePosition:
         """Raises:
-        ValueError: these are not the bytes of a place.
+        ValueError: these are not the bytes of a position.
         """
-        return _PLACE.validate_json(text)
+        return _POSITION.validate_json(text)
 
 
 @dataclass(frozen=True)
@@ -223,13 +223,13 @@ class JobRecord:
         return self.state.stage(self.attempt)
 
     def held_by(self, attempt: int) -> bool:
-        """Tell whether `attempt` is the one that runs now."""
+        """Return whether `attempt` is the one that runs now."""
         return self.state is JobState.RUNNING and self.attempt == attempt
 
-    def view(self, *, place: Place | None = None) -> JobView:
-        """Return what the wire says of this job, with its place if it waits."""
+    def view(self, *, waits_at: QueuePosition | None = None) -> JobView:
+        """Return what the wire says of this job, with its position if it waits."""
         if self.state is not JobState.QUEUED:
-            place = None
+            waits_at = None
         return JobView(
             id=self.id,
             state=self.state,
@@ -242,10 +242,10 @@ class JobRecord:
             started_s=self.started_s,
             finished_s=self.finished_s,
             attempts=self.attempt,
-            queue_position=None if place is None else place.position,
-            waiting_for=None if place is None else dict(place.waiting_for),
-            seconds_left=None if place is None else place.seconds_left,
-            hold=None if place is None else place.hold,
+            queue_position=None if waits_at is None else waits_at.position,
+            waiting_for=None if waits_at is None else dict(waits_at.waiting_for),
+            seconds_left=None if waits_at is None else waits_at.seconds_left,
+            hold=None if waits_at is None else waits_at.hold,
             progress=self.progress,
             cancel_requested=self.cancel_requested,
             worker=self.worker,
@@ -268,4 +268,4 @@ class JobRecord:
 Transition = Callable[[JobRecord], JobRecord | None]
 
 _RECORD = TypeAdapter(JobRecord)
-_PLACE = TypeAdapter(Place)
+_POSITION = TypeAdapter(QueuePosition)

@@ -14,7 +14,7 @@
     gradbox:usage:HOUR         hash: what each owner used (see `usage`)
     gradbox:busy:MINUTE        hash: worker → milliseconds in which it held a job
     gradbox:set-aside          hash: job id → bytes that were no record (see `damaged`)
-    gradbox:places             hash: job id → where it stands, for the first and the followed
+    gradbox:places             hash: job id → its position, for the first and the followed
     gradbox:followed           zset of the ids of followed jobs by when that ends
     gradbox:key:OWNER:HASH     the job and the spec's digest of an idempotency key
     gradbox:posted             hash: job id → the key above that it was posted with
@@ -52,7 +52,7 @@ from gradbox_service.jobs.changes import (
     spec_key,
 )
 from gradbox_service.jobs.damaged import SET_ASIDE, failed_record, read_record
-from gradbox_service.jobs.record import JobRecord, Place, Transition
+from gradbox_service.jobs.record import JobRecord, QueuePosition, Transition
 
 # An idempotency key is remembered this long.
 KEY_LIFETIME_S = 7 * 24 * 3600
@@ -205,7 +205,7 @@ class Records:
         return self.get(job_id)
 
     def leased(self, job_id: str, *, attempt: int) -> bool:
-        """Tell whether the attempt's lease has not run out."""
+        """Return whether the attempt's lease has not run out."""
         return bool(self._redis.exists(changes.lease_key(job_id, attempt)))
 
     def events(self, job_id: str, *, after: str | None = None) -> Sequence[Event]:
@@ -239,7 +239,7 @@ class Records:
     def wake(self) -> None:
         """End the present wait of everyone in `changes`."""
         pipe = self._redis.pipeline()
-        changes.ring(pipe, "", "wake")
+        changes.append_change(pipe, "", "wake")
         self._commands.run(pipe, where={})
 
     def ended(self, *, before_s: float, limit: int) -> Sequence[str]:
@@ -333,8 +333,10 @@ class Records:
                 pipe.strlen(spec_key(job_id.decode()))
             return sum(pipe.execute())
 
-    def follow(self, job_ids: Sequence[str], *, for_s: float = FOLLOWED_S) -> Mapping[str, Place]:
-        """Ask that these queued jobs be told their places, for the next `for_s` seconds.
+    def follow(
+        self, job_ids: Sequence[str], *, for_s: float = FOLLOWED_S
+    ) -> Mapping[str, QueuePosition]:
+        """Ask that the positions of these queued jobs be published, for the next `for_s` seconds.
 
         Returns:
             Those that are stored now.
@@ -343,14 +345,14 @@ class Records:
             return {}
         with self._redis.pipeline(transaction=False) as pipe:
             pipe.zadd(changes.FOLLOWED, dict.fromkeys(job_ids, time.time() + for_s))
-            pipe.hmget(changes.PLACES, list(job_ids))
+            pipe.hmget(changes.POSITIONS, list(job_ids))
             noted, found = pipe.execute(raise_on_error=False)
-        # Where Redis takes no change there is none to be told of.
+        # Where Redis takes no change there is none to be published.
         if isinstance(noted, redis.RedisError) and not store_refuses(noted):
             raise noted
         if isinstance(found, redis.RedisError):
             raise found
-        return _places(job_ids, found)
+        return _positions(job_ids, found)
 
     def followed(self) -> Collection[str]:
         """Return the jobs that somebody follows."""
@@ -359,26 +361,32 @@ class Records:
             pipe.zrange(changes.FOLLOWED, 0, -1)
             return {job_id.decode() for job_id in cast("list[bytes]", pipe.execute()[1])}
 
-    def place(self, places: Mapping[str, Place], *, told: Collection[str] = ()) -> None:
-        """Store where queued jobs stand, in place of what was stored, and tell some of them."""
+    def set_positions(
+        self, positions: Mapping[str, QueuePosition], *, publish: Collection[str] = ()
+    ) -> None:
+        """Store the positions of queued jobs, in place of what was stored, and publish some."""
 
         def store(pipe: Pipeline) -> None:
-            records = self.many(list(told))
+            records = self.many(list(publish))
             pipe.multi()
-            changes.place(pipe, places, [r for r in records if r.state is JobState.QUEUED])
+            changes.set_positions(
+                pipe, positions, [r for r in records if r.state is JobState.QUEUED]
+            )
 
         # A job that begins in between must not be said to wait.
-        self._redis.transaction(store, *map(job_key, told))
+        self._redis.transaction(store, *map(job_key, publish))
 
-    def places(self, job_ids: Sequence[str] | None = None) -> Mapping[str, Place]:
-        """Return the places that are stored: of these jobs, or all."""
+    def positions(self, job_ids: Sequence[str] | None = None) -> Mapping[str, QueuePosition]:
+        """Return the positions that are stored: of these jobs, or all."""
         if job_ids is None:
-            found = cast("dict[bytes, bytes]", self._redis.hgetall(changes.PLACES))
-            return {job_id.decode(): Place.from_json(text) for job_id, text in found.items()}
+            found = cast("dict[bytes, bytes]", self._redis.hgetall(changes.POSITIONS))
+            return {
+                job_id.decode(): QueuePosition.from_json(text) for job_id, text in found.items()
+            }
         if not job_ids:
             return {}
-        texts = self._redis.hmget(changes.PLACES, list(job_ids))
-        return _places(job_ids, cast("list[bytes | None]", texts))
+        texts = self._redis.hmget(changes.POSITIONS, list(job_ids))
+        return _positions(job_ids, cast("list[bytes | None]", texts))
 
     def _created(self, record: JobRecord, idempotency_key: str | None) -> JobRecord | None:
         """Return what `record` was stored as before, under its key or under its own id."""
@@ -418,14 +426,14 @@ class Records:
                 return record
 
     def _owner_of(self, job_id: str) -> str | None:
-        """Look the job up in the owners' indices, for its record does not tell."""
+        """Look the job up in the owners' indices, for its record does not say."""
         owners = self.owners()
         return next((o for o in owners if self._redis.zscore(owner_key(o), job_id)), None)
 
 
-def _places(job_ids: Sequence[str], texts: Sequence[bytes | None]) -> dict[str, Place]:
+def _positions(job_ids: Sequence[str], texts: Sequence[bytes | None]) -> dict[str, QueuePosition]:
     pairs = zip(job_ids, texts, strict=True)
-    return {job_id: Place.from_json(text) for job_id, text in pairs if text is not None}
+    return {job_id: QueuePosition.from_json(text) for job_id, text in pairs if text is not None}
 
 
 def check_same_spec(key: str, *, stored: str, posted: str) -> None:

@@ -35,7 +35,7 @@ class ActiveJobs:
         self.shares = Shares(half_life_s=half_life_s)
         self.durations = Durations()
         self.waiting = Waiting(self.shares.key)
-        self.version = 0  # counts what could move a job's place
+        self.version = 0  # counts what could move a job in the queue
         self._clock = clock
         self._fed: dict[str, JobRecord] = {}
         self._running: dict[str, JobRecord] = {}
@@ -116,7 +116,7 @@ class ActiveJobs:
             self.waiting.add(record)
 
     def precedes(self, record: JobRecord, fed: JobRecord) -> bool:
-        """Tell whether a job that waits goes before one that a turn was fed for."""
+        """Return whether a job that waits goes before one that a turn was fed for."""
         use = self.shares.key(record.owner)
         use_of_fed = self.shares.key(fed.owner) - self.shares.held(fed.id)
         return (-record.priority, use, record.created_s) < (

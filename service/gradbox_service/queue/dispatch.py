@@ -24,7 +24,7 @@ from gradbox_service.fleet import WorkerPresence
 from gradbox_service.jobs import JobRecord
 from gradbox_service.queue.active_jobs import ActiveJobs
 from gradbox_service.queue.following import Following, ReadChanges
-from gradbox_service.queue.places import Places
+from gradbox_service.queue.positions import Positions
 from gradbox_service.queue.short_list import TURN_GRACE_S, Choice, ShortList
 from gradbox_service.repeating_thread import RepeatingThread
 
@@ -73,7 +73,7 @@ class Dispatcher(RepeatingThread):
         self.leads = False  # holds the lock, and has read what there was when it began to
         self._list = ShortList(box.turns, self.jobs, grace_s=turn_grace_s, clock=clock)
         self._choice = Choice(self.jobs, clock=clock)
-        self._places = Places(box.records)
+        self._positions = Positions(box.records)
         self._box = box
         self._hold: str | None = None  # why no job is handed to a worker, if none is
         self._workers: Sequence[WorkerPresence] = ()
@@ -143,7 +143,7 @@ class Dispatcher(RepeatingThread):
         return held
 
     def _act(self) -> None:
-        """Put back lost jobs, feed what there is room for, tell places."""
+        """Put back lost jobs, feed what there is room for, publish positions."""
         now = time.monotonic()
         if now >= self._leases_due_at:
             self._leases_due_at = now + TICK_S
@@ -156,7 +156,7 @@ class Dispatcher(RepeatingThread):
             self._hold = self._box.operation.read().hold
             self._workers = self._box.fleet.workers()
         self._feed()
-        self._places.tell(
+        self._positions.publish(
             self.jobs,
             next_up=self._list.next_up(),
             num_workers=len(self._workers),

@@ -1,8 +1,8 @@
 """Keeps the active jobs up to date by the stream of changes.
 
-Records are the truth. A change tells the record that it left, or its record is read again.
+Records are the truth. A change carries the record that it left, or its record is read again.
 Everything is read when this process begins to lead and after entries of the stream were trimmed
-unread; what still slips through (a change that no entry tells) is found by comparing ids now and
+unread; what still slips through (a change without an entry) is found by comparing ids now and
 then.
 
 The process has one reader of the stream, which passes on what it has read (`PassedChanges`): a
@@ -40,7 +40,7 @@ class FoundNew(NamedTuple):
 
 
 class Following:
-    """Reads changes and records, and tells `ActiveJobs` what they say."""
+    """Reads changes and records, and keeps `ActiveJobs` up to date."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Following:
         self._compared_at = time.monotonic()
 
     def _note(self, record: JobRecord) -> bool:
-        """Put a record that a change told; False where it, or a newer one, is known."""
+        """Put a record that a change carried; False where it, or a newer one, is known."""
         known = self._jobs.get(record.id)
         if record.id in self._noted_ends or (
             known is not None and (known.stage > record.stage or known == record)
@@ -161,8 +161,7 @@ class PassedChanges:
     def pass_on(self, cursor: str, changes: Sequence[Change]) -> None:
         """Hand over what the reader has read, up to `cursor`.
 
-        More than anybody takes is forgotten, which the taker is told as of a stream that was
-        trimmed.
+        More than anybody takes is forgotten, and counts as trimmed: its change is `missed`.
         """
         with self._passed:
             self._cursor = cursor
@@ -171,8 +170,8 @@ class PassedChanges:
                 self._untaken = [Change("", "missed")]
             self._passed.notify()
 
-    def tell(self, record: JobRecord) -> None:
-        """Hand over a job that was posted in this process: its change follows, and tells no more.
+    def note_posted(self, record: JobRecord) -> None:
+        """Hand over a job that was posted in this process: its change follows, and says no more.
 
         So a job is handed to a worker without waiting for the reader.
         """

@@ -26,7 +26,7 @@ MAX_LEAD_S: Final = 600.0
 # Expected of a job before any has ended.
 UNKNOWN_S: Final = 1.0
 # Of the newest job's seconds in the running mean.
-NEWEST_SHARE: Final = 0.3
+NEWEST_FRACTION: Final = 0.3
 # Weights beyond 2**REBASE_AT are made small again, far from the largest float.
 REBASE_AT: Final = 200.0
 
@@ -118,7 +118,7 @@ class Durations:
         """Learn from an attempt that ended."""
         for kind in _kinds(record):
             mean = self._means.get(kind, seconds)
-            self._means[kind] = mean + NEWEST_SHARE * (seconds - mean)
+            self._means[kind] = mean + NEWEST_FRACTION * (seconds - mean)
 
     def expected_s(self, record: JobRecord) -> float:
         """Return what a job will take, by the closest kind of which one has ended."""

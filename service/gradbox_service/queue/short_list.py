@@ -78,7 +78,7 @@ class ShortList:
         """Know of no turn yet.
 
         Args:
-            jobs: is told which of them have a turn.
+            jobs: learn which of them have a turn.
         """
         self._turns = turns
         self._jobs = jobs
@@ -155,7 +155,7 @@ class ShortList:
         return sorted(self._jobs.fed, key=lambda record: _turn_of(record) in self._in_list)
 
     def _due(self, turn: Turn) -> bool:
-        """Tell whether a turn's attempt is the one that its job waits for."""
+        """Return whether a turn's attempt is the one that its job waits for."""
         record = self._jobs.queued(turn.job_id)
         return record is not None and _turn_of(record) == turn
 

@@ -120,7 +120,7 @@ class BlobStore:
             return Upload(
                 digest,
                 incoming=path,
-                place=self.path(digest),
+                destination=self.path(digest),
                 room=self.room,
                 committed=partial(self._remember, digest),
             )
@@ -145,18 +145,18 @@ class BlobStore:
                 yield path.name, found
 
     def remove(self, digest: str, *, unused_since_s: float) -> bool:
-        """Remove the blob unless it was used after a time; tell whether it went."""
-        place = self.path(digest)
+        """Remove the blob unless it was used after a time; return whether it went."""
+        destination = self.path(digest)
         aside = self._root / "incoming" / f"{digest}.{secrets.token_hex(8)}{ASIDE}"
         make_folder(aside.parent)
         try:
-            place.rename(aside)
+            destination.rename(aside)
         except FileNotFoundError:
             return False
         # Looked at where nobody finds it any more, so that a use is either seen here or not made.
         found = use_of(aside)
         if found is not None and found.used_s > unused_since_s:
-            put_in_place(aside, place)
+            put_in_place(aside, destination)
             return False
         aside.unlink(missing_ok=True)
         return True
@@ -193,7 +193,7 @@ class Upload:
         digest: str,
         *,
         incoming: Path,
-        place: Path,
+        destination: Path,
         room: Room,
         committed: Callable[[FileState, SafetensorsHeader], None],
     ) -> None:
@@ -201,7 +201,7 @@ class Upload:
         self._digest = digest
         self._room = room
         self._incoming = incoming
-        self._place = place
+        self._destination = destination
         self._hash = hashlib.sha256()
         self._file: BinaryIO = incoming.open("x+b")
         lock(self._file.fileno())  # without locks there, the file is swept after a day
@@ -240,7 +240,7 @@ class Upload:
             self._file.flush()
             os.fsync(self._file.fileno())
             header, state = header_of(self._file), FileState.of(os.fstat(self._file.fileno()))
-            put_in_place(self._incoming, self._place)
+            put_in_place(self._incoming, self._destination)
         self._committed(state, header)
 
     def __enter__(self) -> Upload:

@@ -128,14 +128,14 @@ def begin_to_write_out(descriptor: int) -> None:
         ctypes.CDLL(None).sync_file_range(descriptor, *whole_file, SYNC_FILE_RANGE_WRITE)
 
 
-def put_in_place(temporary: Path, place: Path) -> None:
+def put_in_place(temporary: Path, destination: Path) -> None:
     """Rename a flushed file to its name, and flush the name.
 
     Whoever has the earlier file of that name open or mapped keeps it.
     """
-    make_folder(place.parent)
-    os.replace(temporary, place)
-    flush_folder(place.parent)
+    make_folder(destination.parent)
+    os.replace(temporary, destination)
+    flush_folder(destination.parent)
 
 
 def write_whole(path: Path, data: Any) -> None:

@@ -61,7 +61,7 @@ class ResultStore:
         return touch(self.path(job_id, attempt=attempt)) is not None
 
     def is_spoilt(self, job_id: str, *, attempt: int) -> bool:
-        """Tell whether a power cut has left other bytes of a result than were written.
+        """Return whether a power cut has left other bytes of a result than were written.
 
         Only one that was written in the last minutes before this process began is looked at, once.
         """

@@ -19,7 +19,7 @@ from gradbox.errors import StorageFull
 
 GIB: Final = 2**30
 SMALLEST_RESERVE_BYTES: Final = GIB
-RESERVED_SHARE: Final = 0.05
+RESERVED_FRACTION: Final = 0.05
 # Room is taken in steps, so that two files that grow at once see each other.
 STEP_BYTES: Final = GIB
 # No space, or no inode; no space within this user's or this process's limit; read-only.
@@ -108,7 +108,7 @@ class Room:
     def _reserved_bytes(self, disk: os.statvfs_result) -> int:
         if self.reserve_bytes is not None:
             return self.reserve_bytes
-        return max(SMALLEST_RESERVE_BYTES, int(RESERVED_SHARE * disk.f_blocks * disk.f_frsize))
+        return max(SMALLEST_RESERVE_BYTES, int(RESERVED_FRACTION * disk.f_blocks * disk.f_frsize))
 
     def _disk(self) -> os.statvfs_result:
         folder = self.folder

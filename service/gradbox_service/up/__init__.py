@@ -4,7 +4,7 @@ To read in this order:
 
     box               the whole: Redis, service, workers; what restarts them
     background        `--wait`: the same in another process
-    messages          what it says of itself, and how others reach it
+    console           what it says of itself, and how others reach it
     data_folder       its lock, the owner's token, and client.toml while the box is ready
     devices           which devices there are, of this machine or of a cluster
     processes         child processes with their logs, and the script of `--exec`

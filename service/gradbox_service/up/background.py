@@ -12,7 +12,7 @@ from typing import Final
 
 from gradbox_service.settings import Settings
 from gradbox_service.up.box import LOG, READY
-from gradbox_service.up.messages import say
+from gradbox_service.up.console import say
 from gradbox_service.up.processes import ended, rotate
 
 LOOK_S: Final = 0.05

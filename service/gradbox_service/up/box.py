@@ -17,12 +17,12 @@ from typing import Final
 from gradbox.protocol import OperationMode
 from gradbox_service.http.listening import bind, check_exposure, url_of
 from gradbox_service.settings import EMBEDDED, Settings, arguments_of
+from gradbox_service.up.console import NotReady, how_to_reach, left_out, say
 from gradbox_service.up.data_folder import Credentials, lock_folder, takes_changes
 from gradbox_service.up.devices import Cluster, address_file, devices_now, num_devices
 from gradbox_service.up.drain import Drain
 from gradbox_service.up.embedded_redis import LOG as REDIS_LOG
 from gradbox_service.up.embedded_redis import EmbeddedRedis, NoRedis
-from gradbox_service.up.messages import NotReady, how_to_reach, left_out, say
 from gradbox_service.up.processes import Part, PartFailed, Script, ended, rotate_logs
 from gradbox_service.up.watchdog import REDIS, Watchdog, why_not_ready
 
@@ -119,12 +119,12 @@ class Box:
                 operation = drain.forget()
             if operation.mode is OperationMode.PAUSED:
                 say(f"the box is {operation}; `gradbox resume` lets jobs run")
-            heads, found = self._heads(stack)
+            head, found = self._cluster_head(stack)
             if self._stop.is_set():
                 return self._stopped()
             service = self._service(bound, self._redis.url)
             workers = [self._worker(*one) for one in enumerate(self._devices or found * [CLUSTER])]
-            parts = [*heads, service, *workers]
+            parts = [*head, service, *workers]
             say(f"starting a service and {len(workers)} worker(s); logs in {service.log.parent}")
             stack.callback(rotate_logs(parts, [self._data / name for name in OTHER_LOGS]))
             stack.callback(self._stop_parts, [service], within_s=SERVICE_STOP_S)
@@ -156,7 +156,7 @@ class Box:
         say("stopping")
         return 0 if self._script is None else self._script.stop()
 
-    def _heads(self, stack: ExitStack) -> tuple[list[Part], int]:
+    def _cluster_head(self, stack: ExitStack) -> tuple[list[Part], int]:
         """Start the head of the cluster, if there is to be one; returns how many devices it has."""
         if self._cluster is None:
             return [], 0

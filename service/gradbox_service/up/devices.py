@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from gradbox_service.settings import BadSettings
-from gradbox_service.up.messages import NotReady
+from gradbox_service.up.console import NotReady
 from gradbox_service.up.processes import Part, PartFailed, ended
 
 # Present where NVIDIA's driver is; without it torch need not be asked.

@@ -36,7 +36,7 @@ class Drain:
         return OperationView()
 
     def is_over(self) -> bool:
-        """Tell whether the box drains and nothing runs; False until the next look is due."""
+        """Return whether the box drains and nothing runs; False until the next look is due."""
         now = time.monotonic()
         if now < self._next_look_s:
             return False

@@ -30,7 +30,7 @@ from gradbox.errors import GradboxError
 from gradbox_service.database.connection import connect
 from gradbox_service.database.refusals import store_refuses
 from gradbox_service.store.files import lock_file
-from gradbox_service.up.messages import NotReady
+from gradbox_service.up.console import NotReady
 from gradbox_service.up.processes import die_with_parent
 
 log = logging.getLogger(__name__)
@@ -172,7 +172,7 @@ class EmbeddedRedis:
         return server
 
     def alive(self) -> bool:
-        """Tell whether the server's process runs."""
+        """Return whether the server's process runs."""
         return self._process.poll() is None
 
     def kill(self) -> None:

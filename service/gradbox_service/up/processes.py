@@ -219,7 +219,7 @@ def rotate_logs(parts: Sequence[Part], others: Sequence[Path]) -> Callable[[], N
 
 
 def rotate(log: Path) -> bool:
-    """Put a log aside that is long; tell whether it was.
+    """Put a log aside that is long; return whether it was.
 
     Who writes to it keeps its descriptor, so the log is read and emptied; what is written between
     the two is lost. It is emptied before its end is kept, since it may have filled the disk.

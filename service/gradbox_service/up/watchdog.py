@@ -72,7 +72,7 @@ class Watchdog(RepeatingThread):
         return self._heard.get(name, 0.0)
 
     def hangs(self, name: str, *, started_s: float) -> bool:
-        """Tell whether a part that was started at this time, by the same clock, hangs."""
+        """Return whether a part that was started at this time, by the same clock, hangs."""
         silence_s = WORKER_SILENCE_S if name in self._workers else SILENCE_S
         heard_s = self.heard_s(name)
         awaited_since_s = heard_s if heard_s > started_s else started_s + START_S
@@ -104,7 +104,7 @@ class Watchdog(RepeatingThread):
 
 
 def answers(url: str) -> bool:
-    """Tell whether a service of this machine answers with 200."""
+    """Return whether a service of this machine answers with 200."""
     return _asked(url)[0] == 200
 
 

@@ -100,7 +100,7 @@ async def post_job(request: Request, credentials: Credentials) -> Response:
                 settings=request.app.state.settings,
             )
             if record.state is JobState.QUEUED:
-                request.app.state.tell_dispatcher(record)
+                request.app.state.note_posted(record)
             return record, caller
 
         limit_bytes = MAX_BODY_BYTES if form else None
@@ -210,14 +210,14 @@ def _view(record: JobRecord, box: Backing) -> JobView:
     """Return what the wire says of a job; one that waits is followed for a while from now on."""
     if record.state is not JobState.QUEUED:
         return record.view()
-    places = box.records.follow([record.id])
-    return _held(record.view(place=places.get(record.id)), box.operation.read().hold)
+    positions = box.records.follow([record.id])
+    return _held(record.view(waits_at=positions.get(record.id)), box.operation.read().hold)
 
 
 def _views(records: Sequence[JobRecord], box: Backing) -> list[JobView]:
     queued = [record.id for record in records if record.state is JobState.QUEUED]
-    places, hold = box.records.places(queued), box.operation.read().hold if queued else None
-    return [_held(record.view(place=places.get(record.id)), hold) for record in records]
+    positions, hold = box.records.positions(queued), box.operation.read().hold if queued else None
+    return [_held(record.view(waits_at=positions.get(record.id)), hold) for record in records]
 
 
 def _mark(cursor: str) -> Mark:
@@ -235,7 +235,7 @@ def _mark(cursor: str) -> Mark:
 
 
 def _held(view: JobView, hold: str | None) -> JobView:
-    """Say of a job that waits what holds it now: its place may have been worked out before."""
+    """Say of a job that waits what holds it now: its position may have been worked out before."""
     if view.state is not JobState.QUEUED or hold == view.hold:
         return view
     return view.model_copy(update={"hold": hold, "seconds_left": None})

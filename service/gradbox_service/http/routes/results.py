@@ -118,11 +118,11 @@ def job_result(request: Request, record: VisibleJob, box: Box, caller: Caller) -
         headers["Last-Modified"] = formatdate(record.finished_s, usegmt=True)
     if _matches(request.headers.get("if-none-match", ""), etag):
         return Response(status_code=304, headers=headers)
-    span = _wanted_span(request, result.size_bytes, headers)
-    if isinstance(span, Response):
-        return span
+    byte_range = _wanted_range(request, result.size_bytes, headers)
+    if isinstance(byte_range, Response):
+        return byte_range
     file = _opened(record, result, box)
-    begin, end = span or (0, result.size_bytes)
+    begin, end = byte_range or (0, result.size_bytes)
     headers |= {
         "Accept-Ranges": "bytes",
         "Content-Disposition": f'attachment; filename="{record.id}.safetensors"',
@@ -132,7 +132,7 @@ def job_result(request: Request, record: VisibleJob, box: Box, caller: Caller) -
     if request.method == "HEAD":
         file.close()
         return Response(headers=headers)
-    if span is None:
+    if byte_range is None:
         note = partial(box.results.note_fetched, record.id, attempt=record.attempt)
         of_owner = {"sent": note} if caller.name == record.owner else {}
         return ResultResponse(file, begin, end, headers=headers, **of_owner)
@@ -227,7 +227,7 @@ def _matches(if_none_match: str, etag: str) -> bool:
     return etag in tags or tags == ["*"]
 
 
-def _wanted_span(
+def _wanted_range(
     request: Request, size_bytes: int, headers: Mapping[str, str]
 ) -> tuple[int, int] | Response | None:
     """Return the one range of bytes that is wanted, or its refusal; None where all is to be sent.
@@ -236,18 +236,18 @@ def _wanted_span(
         headers: of the answer: `If-Range` names its ETag or its date.
     """
     wanted = request.headers.get("range", "")
-    unit, _, spans = wanted.partition("=")
+    unit, _, ranges = wanted.partition("=")
     # HEAD knows no ranges, and a unit that is not ours is none of them (RFC 9110, section 14.2).
     if request.method == "HEAD" or unit.strip().lower() != "bytes":
         return None
     of_this_file = (headers["ETag"], headers.get("Last-Modified"))
     if request.headers.get("if-range", headers["ETag"]) not in of_this_file:
         return None
-    found = [_RANGE.fullmatch(span) for span in spans.split(",")]
+    found = [_RANGE.fullmatch(one) for one in ranges.split(",")]
     if None in found:
         detail = f"expected a Range like bytes=0-99, bytes=100- or bytes=-100, got {wanted[:80]!r}"
         return problem_response(plain_problem(400, "bad-range", detail), request)
-    bounds = [_bounds(span, size_bytes) for span in found if span is not None]
+    bounds = [_bounds(one, size_bytes) for one in found if one is not None]
     if all(begin < end for begin, end in bounds):
         return bounds[0] if len(bounds) == 1 else None  # several are more than anybody needs
     problem = plain_problem(
@@ -256,9 +256,9 @@ def _wanted_span(
     return problem_response(problem, request, {"Content-Range": f"bytes */{size_bytes}"})
 
 
-def _bounds(span: re.Match[str], size_bytes: int) -> tuple[int, int]:
+def _bounds(found: re.Match[str], size_bytes: int) -> tuple[int, int]:
     """Return the first byte and the one behind the last; they are none where there are none."""
-    begin, end, suffix = span.groups()
+    begin, end, suffix = found.groups()
     if suffix is not None:
         return max(0, size_bytes - int(suffix)), size_bytes
     return int(begin), min(int(end) + 1, size_bytes) if end else size_bytes

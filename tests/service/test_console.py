@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from gradbox_service.up.messages import how_to_reach
+from gradbox_service.up.console import how_to_reach
 
 HERE = socket.gethostname()
 URL = "http://127.0.0.1:8642"
