@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from abc import ABC, abstractmethod
+from typing import Self
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,14 @@ class RepeatingThread(ABC):
     def join(self) -> None:
         """Wait until it has stopped."""
         self._thread.join()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+        self.join()
 
     @property
     def alive(self) -> bool:

@@ -101,7 +101,7 @@ def cleaner_of(box: Backing, data: Path, **settings: Any) -> Cleaner:
 def put_blob(box: Backing, *, owner: str = "ann", days: float = 0.0, size: int = 3) -> str:
     digest, data = blob_of({"x": ones(size), **SHARDS})
     box.blobs.put(digest, [data])
-    box.owners.claim(owner, digest, len(data))
+    box.owners.claim(owner, {digest: len(data)})
     age(box.blobs.path(digest), days=days)
     return digest
 
@@ -356,7 +356,7 @@ def test_a_forward_job_is_kept_until_a_gradient_job_went_on_from_it(
 def test_a_blob_that_is_anothers_too_stays_theirs(backing: Backing, tmp_path: Path) -> None:
     blob = put_blob(backing, size=1000)
     size_bytes = backing.blobs.path(blob).stat().st_size
-    backing.owners.claim("bob", blob, size_bytes)
+    backing.owners.claim("bob", {blob: size_bytes})
     done(backing, "first", blobs=[blob], ago_s=1)
     assert cleaner_of(backing, tmp_path / "data").make_room("ann", 1) == 0.0
     assert dict(backing.owners.totals()) == {"bob": size_bytes}

@@ -19,8 +19,8 @@ def owners(backing: Backing) -> BlobOwners:
 
 
 def test_a_blob_belongs_to_those_who_claimed_it(owners: BlobOwners) -> None:
-    owners.claim("bob", ONE, 10)
-    owners.claim("ann", ONE, 10)
+    owners.claim("bob", {ONE: 10})
+    owners.claim("ann", {ONE: 10})
     assert owners.owns("ann", ONE)
     assert owners.owns("bob", ONE)
     assert not owners.owns("eve", ONE)
@@ -31,32 +31,32 @@ def test_a_blob_belongs_to_those_who_claimed_it(owners: BlobOwners) -> None:
 
 def test_bytes_count_once_against_the_first(owners: BlobOwners) -> None:
     for owner, digest, size_bytes in [("ann", ONE, 10), ("bob", ONE, 10), ("ann", TWO, 5)]:
-        owners.claim(owner, digest, size_bytes)
-        owners.claim(owner, digest, size_bytes)
+        owners.claim(owner, {digest: size_bytes})
+        owners.claim(owner, {digest: size_bytes})
     assert (owners.bytes_of("ann"), owners.bytes_of("bob"), owners.bytes_of("eve")) == (15, 0, 0)
 
 
 def test_several_are_claimed_at_once(owners: BlobOwners) -> None:
-    owners.claim("bob", TWO, 5)
-    owners.claim_all("ann", {ONE: 10, TWO: 5})
+    owners.claim("bob", {TWO: 5})
+    owners.claim("ann", {ONE: 10, TWO: 5})
     assert owners.owned_among("ann", [ONE, TWO]) == {ONE, TWO}
     assert (owners.bytes_of("ann"), owners.bytes_of("bob")) == (10, 5)
 
 
 def test_a_forgotten_blob_belongs_to_nobody(owners: BlobOwners) -> None:
-    owners.claim("ann", ONE, 10)
-    owners.claim("bob", ONE, 10)
+    owners.claim("ann", {ONE: 10})
+    owners.claim("bob", {ONE: 10})
     owners.forget(ONE)
     owners.forget(ONE)
     assert not owners.owns("ann", ONE)
     assert owners.bytes_of("ann") == 0
-    owners.claim("bob", ONE, 10)
+    owners.claim("bob", {ONE: 10})
     assert (owners.bytes_of("ann"), owners.bytes_of("bob")) == (0, 10)
 
 
 def test_a_released_blob_counts_against_its_next_owner(owners: BlobOwners) -> None:
     for owner, digest in [("ann", ONE), ("bob", ONE), ("ann", TWO)]:
-        owners.claim(owner, digest, 10)
+        owners.claim(owner, {digest: 10})
     assert set(owners.blobs_of("ann")) == {ONE, TWO}
     assert not owners.release("ann", ONE)
     assert not owners.release("ann", ONE)
@@ -74,7 +74,7 @@ def test_a_released_blob_counts_against_its_next_owner(owners: BlobOwners) -> No
 def test_many_are_asked_about_at_once(owners: BlobOwners) -> None:
     digests = [f"{number:064x}" for number in range(2500)]
     for digest in digests[::500]:
-        owners.claim("ann", digest, 1)
+        owners.claim("ann", {digest: 1})
     assert owners.owned_among("ann", digests) == frozenset(digests[::500])
     assert owners.owned_among("bob", digests) == frozenset()
     assert owners.owned_among("ann", []) == frozenset()
@@ -82,17 +82,17 @@ def test_many_are_asked_about_at_once(owners: BlobOwners) -> None:
 
 def test_claims_at_once_count_once(owners: BlobOwners) -> None:
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda number: owners.claim(f"user{number}", ONE, 7), range(8)))
+        list(pool.map(lambda number: owners.claim(f"user{number}", {ONE: 7}), range(8)))
     assert len(owners.owners_of(ONE)) == 8
     assert sum(owners.bytes_of(f"user{number}") for number in range(8)) == 7
 
 
 def test_a_name_cannot_stand_for_another_field(owners: BlobOwners) -> None:
-    owners.claim("ann", ONE, 7)
+    owners.claim("ann", {ONE: 7})
     for name in ("first", "size_bytes", "owner:ann"):
         assert not owners.owns(name, ONE)
 
 
 def test_ownership_outlives_the_process(redis_settings: Settings) -> None:
-    Backing.on_redis(redis_settings).owners.claim("ann", ONE, 7)
+    Backing.on_redis(redis_settings).owners.claim("ann", {ONE: 7})
     assert Backing.on_redis(redis_settings).owners.owns("ann", ONE)

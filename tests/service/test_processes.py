@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from gradbox_service.up import processes as part_module
-from gradbox_service.up.processes import LONGEST_PAUSE_S, Part
+from gradbox_service.up.processes import LONGEST_PAUSE_S, Part, rotate
 from tests.disks import small_disk
 
 MIB = 2**20
@@ -33,10 +33,10 @@ def test_a_part_that_prints_a_gigabyte_leaves_32_mebibytes(tmp_path: Path, modul
     part.start()
     largest = 0
     while part.running:
-        part.rotate_log()
+        rotate(part.log)
         largest = max(largest, sum(path.stat().st_size for path in log.parent.iterdir()))
         time.sleep(0.1)
-    part.rotate_log()
+    rotate(part.log)
     assert sum(path.stat().st_size for path in log.parent.iterdir()) <= 32 * MIB
     assert largest < 1024 * MIB
     assert part.tail().endswith("the end") or log.with_suffix(".log.1").read_bytes().endswith(
@@ -50,7 +50,7 @@ def test_a_short_log_is_left_alone(tmp_path: Path, module: Path) -> None:
     part.start()
     while part.running:
         time.sleep(0.01)
-    part.rotate_log()
+    rotate(part.log)
     assert part.tail() == "  | hello"
     assert not (tmp_path / "chatter.log.1").exists()
 
@@ -88,5 +88,5 @@ def test_a_log_that_fills_the_disk_is_emptied(tmp_path: Path, module: Path) -> N
         while part.running:
             time.sleep(0.01)
         assert shutil.disk_usage(disk).free == 0
-        part.rotate_log()
+        rotate(part.log)
         assert shutil.disk_usage(disk).free > 0

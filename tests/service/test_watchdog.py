@@ -51,10 +51,8 @@ def watchdog(
         monkeypatch.setattr(module, name, seconds)
     monkeypatch.setattr(module, "SILENCE_S", 1.0)
     monkeypatch.setattr(module, "WORKER_SILENCE_S", 1.0)
-    found = Watchdog(url, redis_url=redis_server.url, workers=["w"])
-    found.start()
-    yield found
-    found.close()
+    with Watchdog(url, redis_url=redis_server.url, workers=["w"]) as found:
+        yield found
 
 
 def eventually(holds: Callable[[], bool]) -> bool:

@@ -230,13 +230,8 @@ def is_zombie(pid: int) -> bool:
 @contextmanager
 def dispatching(backing: Backing, *, turn_grace_s: float = TURN_GRACE_S) -> Iterator[None]:
     """Feed the backing's turns from its records while the context lasts."""
-    dispatcher = Dispatcher(backing, turn_grace_s=turn_grace_s)
-    dispatcher.start()
-    try:
+    with Dispatcher(backing, turn_grace_s=turn_grace_s):
         yield
-    finally:
-        dispatcher.close()
-        dispatcher.join()
 
 
 @contextmanager

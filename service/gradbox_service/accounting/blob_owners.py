@@ -72,12 +72,12 @@ class BlobOwners:
         self._claim = connection.register_script(CLAIM)
         self._release = connection.register_script(RELEASE)
 
-    def claim(self, owner: str, digest: str, size_bytes: int) -> None:
-        """Note that `owner` has sent all bytes of a blob that is in its place; may be repeated."""
-        self.claim_all(owner, {digest: size_bytes})
+    def claim(self, owner: str, sizes_bytes: Mapping[str, int]) -> None:
+        """Note that `owner` has sent all bytes of blobs that are in their place; may be repeated.
 
-    def claim_all(self, owner: str, sizes_bytes: Mapping[str, int]) -> None:
-        """Note the same of several blobs, by their digests."""
+        Args:
+            sizes_bytes: by their digests.
+        """
         keys = [BYTES, _list_key(owner), *map(_key, sizes_bytes)]
         sizes = [part for item in sizes_bytes.items() for part in item]
         self._claim(keys=keys, args=[owner, _field(owner), *sizes])

@@ -85,7 +85,7 @@ class Quota:
     def settle(self, owner: str, num_bytes: int, sizes_bytes: Mapping[str, int]) -> None:
         """Count blobs that are in their place in the stead of the bytes that were reserved."""
         with self._lock_of(owner):
-            self._box.owners.claim_all(owner, sizes_bytes)
+            self._box.owners.claim(owner, sizes_bytes)
             self.free(owner, num_bytes)
 
     def free(self, owner: str, num_bytes: int) -> None:

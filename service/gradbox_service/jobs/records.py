@@ -271,10 +271,6 @@ class Records:
         found = cast("dict[str, int]", self._redis.info("memory"))
         return Memory(found["used_memory"], found.get("maxmemory") or None)
 
-    def ping(self) -> None:
-        """Raise what the store raises if it does not answer."""
-        self._redis.ping()
-
     def owned(
         self,
         owner: str,

@@ -23,7 +23,7 @@ from gradbox_service.up.devices import Cluster, address_file, devices_now, num_d
 from gradbox_service.up.drain import Drain
 from gradbox_service.up.embedded_redis import LOG as REDIS_LOG
 from gradbox_service.up.embedded_redis import EmbeddedRedis, NoRedis
-from gradbox_service.up.processes import Part, PartFailed, Script, ended, rotate_logs
+from gradbox_service.up.processes import Part, PartFailed, Script, ShortLogs, ended
 from gradbox_service.up.watchdog import REDIS, Watchdog, why_not_ready
 
 READY: Final = "gradbox ready at"
@@ -126,7 +126,8 @@ class Box:
             workers = [self._worker(*one) for one in enumerate(self._devices or found * [CLUSTER])]
             parts = [*head, service, *workers]
             say(f"starting a service and {len(workers)} worker(s); logs in {service.log.parent}")
-            stack.callback(rotate_logs(parts, [self._data / name for name in OTHER_LOGS]))
+            logs = [self._data / name for name in OTHER_LOGS] + [part.log for part in parts]
+            stack.enter_context(ShortLogs(logs))
             stack.callback(self._stop_parts, [service], within_s=SERVICE_STOP_S)
             stack.callback(self._stop_parts, workers, within_s=WORKER_STOP_S)
             for part in (service, *workers):
@@ -140,8 +141,7 @@ class Box:
                     self._script.start(url=url, token=token, data=self._data)
                 names = [worker.name for worker in workers]
                 watchdog = Watchdog(url, redis_url=self._redis.url, workers=names)
-                watchdog.start()
-                stack.callback(watchdog.close)
+                stack.enter_context(watchdog)
                 while self._goes_on(drain):
                     self._keep_redis(watchdog)
                     for worker in self._for_new_devices(workers):
@@ -149,6 +149,7 @@ class Box:
                         watchdog.watch(worker.name)
                         workers.append(worker)
                         parts.append(worker)
+                        logs.append(worker.log)
                     self._keep_running(parts, watchdog)
             return self._stopped()
 

@@ -31,7 +31,7 @@ from gradbox_service.database.connection import connect
 from gradbox_service.database.refusals import store_refuses
 from gradbox_service.store.files import lock_file
 from gradbox_service.up.console import NotReady
-from gradbox_service.up.processes import die_with_parent
+from gradbox_service.up.processes import die_with_parent, end
 
 log = logging.getLogger(__name__)
 
@@ -181,12 +181,7 @@ class EmbeddedRedis:
 
     def stop(self) -> None:
         """Save and end the server: SIGTERM, then SIGKILL."""
-        if self.alive():
-            for end in (self._process.terminate, self._process.kill):
-                end()
-                with suppress(subprocess.TimeoutExpired):
-                    self._process.wait(STOP_TIMEOUT_S)
-                    break
+        end(self._process, within_s=STOP_TIMEOUT_S)
         if self._lock >= 0:
             with suppress(OSError):  # only a folder made for the socket alone is empty
                 self._socket.parent.rmdir()

@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from gradbox.errors import GradboxError
+from gradbox_service.repeating_thread import RepeatingThread
 
 _PR_SET_PDEATHSIG = 1
 
@@ -114,7 +114,7 @@ class Part:
     def start(self) -> None:
         """Start the process."""
         self.log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.rotate_log()
+        rotate(self.log)
         descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             self._log_start = os.lseek(descriptor, 0, os.SEEK_END)
@@ -161,20 +161,16 @@ class Part:
         """Note that the process was ready: its next restart is quick again."""
         self._num_failures = 0
 
-    def rotate_log(self) -> None:
-        """Put a long log aside, also while the process writes to it."""
-        if rotate(self.log):
-            self._log_start = 0
-
     def signal(self, number: signal.Signals) -> None:
         """Send a signal, if the process runs."""
-        if self._process is not None and self._process.poll() is None:
+        if self._process is not None and self.running:
             self._process.send_signal(number)
 
     def lines(self) -> list[str]:
         """Return the lines that the process wrote since it was started."""
         with self.log.open("rb") as file:
-            file.seek(self._log_start)
+            is_whole = os.fstat(file.fileno()).st_size >= self._log_start  # and was not rotated
+            file.seek(self._log_start if is_whole else 0)
             return file.read().decode(errors="replace").splitlines()
 
     def tail(self) -> str:
@@ -189,54 +185,46 @@ def ended(code: int) -> str:
     return f"ended with exit code {code}"
 
 
-def rotate_logs(parts: Sequence[Part], others: Sequence[Path]) -> Callable[[], None]:
-    """Keep logs short in a thread of its own, for whoever supervises the parts may wait for one.
-
-    Args:
-        parts: may grow meanwhile.
-        others: logs of none of them.
-
-    Returns:
-        What ends it.
-    """
-    ending = threading.Event()
-
-    def rotate_all() -> None:
-        while not ending.wait(LOOK_S):
-            for part in tuple(parts):
-                part.rotate_log()
-            for log in others:
-                rotate(log)
-
-    thread = threading.Thread(target=rotate_all, name="gradbox-logs", daemon=True)
-    thread.start()
-
-    def end() -> None:
-        ending.set()
-        thread.join()
-
-    return end
+def end(process: subprocess.Popen[bytes], *, within_s: float) -> None:
+    """End a process that may run: by SIGTERM, and by SIGKILL when time is up."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
-def rotate(log: Path) -> bool:
-    """Put a log aside that is long; return whether it was.
+class ShortLogs(RepeatingThread):
+    """Keeps logs short, in a thread of its own: whoever supervises the parts may wait for one."""
+
+    def __init__(self, logs: Sequence[Path]) -> None:
+        """Look at none yet; there may be more later."""
+        super().__init__("logs")
+        self._logs = logs
+
+    def _step(self) -> None:
+        for log in tuple(self._logs):
+            rotate(log)
+        self._stopping.wait(LOOK_S)
+
+
+def rotate(log: Path) -> None:
+    """Put a log aside that is long, also while a process writes to it.
 
     Who writes to it keeps its descriptor, so the log is read and emptied; what is written between
     the two is lost. It is emptied before its end is kept, since it may have filled the disk.
     """
-    try:
-        size_bytes = log.stat().st_size
-    except FileNotFoundError:
-        return False
+    size_bytes = log.stat().st_size if log.exists() else 0
     if size_bytes <= LONGEST_LOG_BYTES:
-        return False
+        return
     with log.open("rb") as file:
         file.seek(size_bytes - LONGEST_LOG_BYTES)
-        end = file.read(LONGEST_LOG_BYTES)
+        kept = file.read(LONGEST_LOG_BYTES)
     os.truncate(log, 0)
     with suppress(OSError):  # on a full disk the box matters more than its log
-        log.with_suffix(".log.1").write_bytes(end)
-    return True
+        log.with_suffix(".log.1").write_bytes(kept)
 
 
 STOP_S: Final = 10.0
@@ -275,11 +263,5 @@ class Script:
         """End it, if it runs, and return its exit code; 0 if it was never started."""
         if self._process is None:
             return 0
-        if self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+        end(self._process, within_s=STOP_S)
         return self.exit_code() or 0

@@ -11,15 +11,12 @@ the whole machine, none has answered for long, and all do so with the next quest
 
 from __future__ import annotations
 
-import json
-import ssl
 import time
-import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Sequence, Set
 from typing import Final
 
+import httpx
 import redis
 
 from gradbox_service.database.connection import connect
@@ -61,10 +58,8 @@ class Watchdog(RepeatingThread):
         """Watch one more worker, which is being started."""
         self._workers.append(worker)
 
-    def close(self) -> None:
-        """End it, and wait until it has ended."""
-        super().close()
-        self.join()
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
         self._connection.close()
 
     def heard_s(self, name: str) -> float:
@@ -105,36 +100,27 @@ class Watchdog(RepeatingThread):
 
 def answers(url: str) -> bool:
     """Return whether a service of this machine answers with 200."""
-    return _asked(url)[0] == 200
+    answer = _asked(url)
+    return answer is not None and answer.status_code == 200
 
 
 def why_not_ready(url: str) -> str | None:
     """Return what a service of this machine says that jobs wait for; None if they can run."""
-    status, body = _asked(f"{url}/readyz")
-    if status == 200:
-        return None
-    if status == 0:
+    answer = _asked(f"{url}/readyz")
+    if answer is None:
         return "the service does not answer yet"
+    if answer.status_code == 200:
+        return None
     try:
-        return str(json.loads(body)["detail"])
+        return str(answer.json()["detail"])
     except (ValueError, KeyError, TypeError):
-        return f"the service answers with {status}"
+        return f"the service answers with {answer.status_code}"
 
 
-def _asked(url: str) -> tuple[int, bytes]:
-    """Return the status and the body of an answer; the status is 0 where none comes."""
+def _asked(url: str) -> httpx.Response | None:
     # Not by a proxy that the environment names: this is the same machine, and so its certificate
     # need not name the address that is asked.
-    trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
-    opener = urllib.request.build_opener(
-        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=trusting)
-    )
     try:
-        with opener.open(url, timeout=ANSWER_S) as answer:
-            return int(answer.status), answer.read()
-    except urllib.error.HTTPError as refused:
-        with refused:
-            return refused.code, refused.read()
-    except OSError:  # a URLError is one, too
-        return 0, b""
+        return httpx.get(url, timeout=ANSWER_S, verify=False, trust_env=False)
+    except httpx.HTTPError:
+        return None

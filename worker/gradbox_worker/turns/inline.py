@@ -1,4 +1,4 @@
-"""The in-process twin of the worker: same turns, same engine, no Redis and no second process.
+"""The in-process twin of the worker: same turns, same engine, no second process.
 
 For tests, and for a box inside one process. What needs a process of its own, such as surviving a
 crash or ending code that will not stop, it does not do.
@@ -74,7 +74,7 @@ class _Relay:
 
 
 class InlineWorker:
-    """A worker in a thread: takes turns from memory and runs them one after the other.
+    """A worker in a thread: takes turns and runs them one after the other.
 
     with InlineWorker(models_file, records=…, turns=…, fleet=…, blobs=…, results=…):
         …
