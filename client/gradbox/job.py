@@ -23,9 +23,9 @@ from gradbox.http.events import JobEvent, follow
 from gradbox.http.posting import ACCEPT, read_answer
 from gradbox.progress import ProgressBar, begins_in, downloading, state_and_place
 from gradbox.protocol import JobState, JobView
-from gradbox.results.held_file import HeldFile
 from gradbox.results.remote_file import RemoteFile
 from gradbox.results.result import GradResult
+from gradbox.results.result_files import HeldFile
 from gradbox.spans import CLIENT
 from gradbox.tensors.checksums import is_whole
 from gradbox.waits import JobWaits

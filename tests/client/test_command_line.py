@@ -33,7 +33,7 @@ from gradbox.cli.box_tables import (
 )
 from gradbox.cli.commands import LazyCommand, entries, line_of
 from gradbox.cli.jobs import _described, _state, how_far
-from gradbox.cli.times import ago, brief, duration
+from gradbox.cli.output import ago, brief, duration
 from gradbox.protocol import (
     BoxJob,
     BoxView,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gradbox import GradResult, InvalidInputs, InvalidJob, ProtocolError
 from gradbox.protocol import Receipt, Seconds
-from gradbox.results.held_file import HeldFile
+from gradbox.results.result_files import HeldFile
 
 RECEIPT = Receipt(
     protocol=1,

@@ -263,7 +263,7 @@ def test_a_remote_model_sends_and_fetches_halves(box: TestBox) -> None:
 
 
 def test_a_remote_model_leaves_buffers_and_what_overflows_as_they_are() -> None:
-    from gradbox.remote.rounded_weights import rounded_weights
+    from gradbox.remote.state import rounded_weights
 
     weights = {
         "w": torch.tensor([1.0 + 2**-12]),

@@ -27,7 +27,7 @@ from gradbox.protocol import (
     TensorRef,
     TracedFunction,
 )
-from gradbox.results.factor_metadata import FACTORS, read_factors
+from gradbox.results.factors import FACTORS, read_factors
 from gradbox.tensors.safetensors_header import read_header
 from gradbox.tracing.trace import trace
 from gradbox_service.jobs import JobRecord

@@ -8,11 +8,12 @@ command returns its exit code, or raises the error that says it. To read in this
     commands        every command with its line in `gradbox --help`, loaded when it is called
     exits           how a command ends: exit codes, and what is printed with each
     output          what the commands print
-    completion      what the shell completes by asking the box
     job_file        a job as a TOML file
-    submit, jobs, result, blobs, top, operation, down, backup, login, version    one command or
+    job_ids         what an id means
+    completion      what the shell completes by asking the box
+    submit, jobs, result, blobs, top, operation, down, backup, login    one command or
                     group each
-    job_ids, times, box_tables    what several of them read or show
+    box_tables      what `top` and `workers` show
 
 Exit codes: 0 done, 1 the job failed, 2 wrong usage, 3 the service cannot be reached, 130 Ctrl-C.
 """

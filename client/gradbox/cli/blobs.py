@@ -6,8 +6,7 @@ from typing import Annotated, Final
 
 import typer
 
-from gradbox.cli.output import AsJson, complain, say, say_json, say_table
-from gradbox.cli.times import ago
+from gradbox.cli.output import AsJson, ago, complain, say, say_json, say_table
 from gradbox.client import GradClient
 from gradbox.errors import BlobInUse
 

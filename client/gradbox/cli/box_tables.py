@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from gradbox.cli.output import SHOWN_LENGTH
-from gradbox.cli.times import duration
+from gradbox.cli.output import SHOWN_LENGTH, duration
 from gradbox.http.connection import Connection, parsed
 from gradbox.printable import printable
 from gradbox.protocol import BoxJob, BoxView, DeviceView, JobState

@@ -17,7 +17,7 @@ from typer.core import TyperCommand
 from typer.main import get_command
 
 from gradbox.cli.exits import WRONG_USAGE, ExitCodes, new_app
-from gradbox.cli.output import complain, say, styled
+from gradbox.cli.output import AsJson, complain, say, say_json, styled
 
 GROUP: Final = "gradbox.commands"
 OTHER: Final = "Other commands"
@@ -67,7 +67,7 @@ OWN: Final[Mapping[str, str]] = {
     "backup": "backup:run",
     "doctor": "doctor.command:run",
     "login": "login:run",
-    "version": "version:run",
+    "version": "commands:version",
 }
 EPILOG: Final = "exit codes: 0 done, 1 the job failed, 2 wrong usage, 3 no service can be reached"
 # Which extra brings what a package of this distribution imports, and packages that tell.
@@ -176,11 +176,21 @@ def how_to_install(package: str) -> str:
     return f"pip install 'gradbox[{extra}]'" if extra else f"install what {package} needs"
 
 
+def version(*, json: AsJson = False) -> int:
+    """Print the version."""
+    from gradbox.protocol import PROTOCOL
+
+    gradbox = metadata.version("gradbox")
+    if json:
+        say_json({"gradbox": gradbox, "protocol": PROTOCOL})
+    else:
+        say(f"gradbox {gradbox}, protocol {PROTOCOL}")
+    return 0
+
+
 def _say_version(asked: bool) -> None:
     if asked:
-        from gradbox.cli.version import text
-
-        say(text())
+        version()
         raise typer.Exit
 
 

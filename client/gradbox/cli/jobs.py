@@ -9,8 +9,19 @@ from typing import Annotated, Any, Final
 import typer
 
 from gradbox.cli.job_ids import JobId, JobIds, find_job
-from gradbox.cli.output import SHOWN_LENGTH, AsJson, coloured, complain, say, say_json, say_table
-from gradbox.cli.times import ago, brief, duration, local
+from gradbox.cli.output import (
+    SHOWN_LENGTH,
+    AsJson,
+    ago,
+    brief,
+    coloured,
+    complain,
+    duration,
+    local,
+    say,
+    say_json,
+    say_table,
+)
 from gradbox.client import GradClient
 from gradbox.job import Job
 from gradbox.printable import printable

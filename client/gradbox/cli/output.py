@@ -1,4 +1,4 @@
-"""What the commands print: text made printable, tables, and JSON in ASCII.
+"""What the commands print: text made printable, tables, times, and JSON in ASCII.
 
 Every command prints by these, because names, states and problems come from the box and others on
 it; see `gradbox.printable`. Colour is for terminals alone, and NO_COLOR turns it off
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Annotated, Any, Final
 
@@ -93,3 +94,37 @@ def coloured(stream: IO[str]) -> bool:
     """Tell whether what is printed to the stream may be coloured."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return stream.isatty() and not plain
+
+
+MINUTE_S: Final = 60
+HOUR_S: Final = 3600
+DAY_S: Final = 86400
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in two units at most: `4 s`, `3 min`, `1 h 04 min`, `2 d 5 h`."""
+    whole = max(0, round(seconds))
+    if whole < MINUTE_S:
+        return f"{whole} s"
+    if whole < HOUR_S:
+        return f"{whole // MINUTE_S} min"
+    if whole < DAY_S:
+        return f"{whole // HOUR_S} h {whole % HOUR_S // MINUTE_S:02} min"
+    return f"{whole // DAY_S} d {whole % DAY_S // HOUR_S} h"
+
+
+def brief(seconds: float) -> str:
+    """Return how long something took, which may be less than a second: `21 ms`, `2.5 s`."""
+    if 0 < seconds < 1:
+        return f"{1000 * seconds:.0f} ms"
+    return f"{seconds:.1f} s" if seconds < 10 else duration(seconds)
+
+
+def ago(time_s: float, *, now_s: float | None = None) -> str:
+    """Return how long ago a time was, given in seconds since 1970."""
+    return f"{duration((time.time() if now_s is None else now_s) - time_s)} ago"
+
+
+def local(time_s: float) -> str:
+    """Return a time, given in seconds since 1970, by the clock of this place."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from gradbox.computations.traced_function import traced
+from gradbox.computations.functions import traced
 from gradbox.errors import InvalidInputs, InvalidJob
 from gradbox.inputs.known_tensors import KnownTensors, SentTensor
 from gradbox.inputs.shards import ShardGroup, read_groups

@@ -1,7 +1,11 @@
-"""`Gradient`: a loss over all shards, differentiated by what the model holds."""
+"""`Forward`, the outputs alone, and `Gradient`, a loss over them, differentiated.
+
+A loss is a function, an nn.Module, a `Builtin` or `Cotangents`; a `Penalty` is a term beside it.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -9,28 +13,191 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from gradbox.arguments import explain_arguments
 from gradbox.builtin_losses.signatures import check_builtin
 from gradbox.computations.computation import Differentiated, Submission, checked, globs, listed
-from gradbox.computations.function_inputs import split_tensors_and_scalars, uploaded
-from gradbox.computations.loss_kinds import Builtin, Cotangents
-from gradbox.computations.penalty import Penalty
-from gradbox.computations.traced_function import check_derivative, traced
+from gradbox.computations.functions import (
+    check_derivative,
+    split_tensors_and_scalars,
+    traced,
+    uploaded,
+)
 from gradbox.errors import InvalidInputs, InvalidJob
 from gradbox.inputs.known_tensors import KnownTensors
+from gradbox.inputs.shards import UNNAMED
 from gradbox.inputs.uploads import Uploads
 from gradbox.protocol import (
     BuiltinLoss,
     CotangentGradientSpec,
+    CotangentsLoss,
+    ForwardSpec,
     GradientSpec,
     GraphLoss,
+    PenaltySpec,
     RunOptions,
     TracedFunction,
     option_names,
     options_of,
 )
-from gradbox.protocol.spec import Returned
+from gradbox.protocol.options import Retain
+from gradbox.protocol.spec import ForwardReturned, Returned
 from gradbox.protocol.spec_fields import Scalar
+from gradbox.tensors.tensor_bytes import is_tensor
 
 if TYPE_CHECKING:
     import torch
+
+    from gradbox.job import Job
+    from gradbox.results.result import GradResult
+
+JOB_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,100}")
+
+
+@explain_arguments
+class Builtin:
+    """A loss that is part of gradbox: `Builtin("info_nce", temperature=0.05)`.
+
+    `gradbox.losses` lists them, with their options. To submit a job with one needs no torch here.
+    """
+
+    def __init__(self, name: str, /, **options: Scalar) -> None:
+        self.name = name
+        self.options = options
+
+    def __repr__(self) -> str:
+        options = "".join(f", {name}={value!r}" for name, value in self.options.items())
+        return f"Builtin({self.name!r}{options})"
+
+
+def job_id_of(of: Job | GradResult | str) -> str:
+    """Return the id of a job, of a result's job, or the id that it is.
+
+    Raises:
+        InvalidJob: it is none of these.
+    """
+    found = of.manifest.job if hasattr(of, "manifest") else getattr(of, "id", of)
+    if not isinstance(found, str) or JOB_ID.fullmatch(found) is None:
+        raise InvalidJob(f"expected a job, its result or its id, got {of!r:.120}")
+    return found
+
+
+@explain_arguments
+class Cotangents:
+    """∂L/∂Z of a loss that was computed here, at the outputs of a `Forward` job that is done.
+
+        forward = client.run(Forward(model="minilm", inputs=shards, readout=pool))
+        Z = forward.outputs["z"].clone().requires_grad_()
+        any_python(Z).backward()
+        result = client.run(Gradient(loss=Cotangents(Z.grad, of=forward)))
+
+    Args:
+        tensors: as that job's `result.outputs` are named and shaped: {GROUP: tensor}, or
+            {"GROUP/NAME": tensor} where the readout gave several; a bare tensor for one unnamed
+            group. What is left out is zero.
+        of: the forward job, its result or its id.
+
+    Raises:
+        InvalidInputs: `tensors` is neither a tensor nor a dict with one or more.
+        InvalidJob: `of` is no job.
+    """
+
+    def __init__(self, tensors: Any, *, of: Job | GradResult | str) -> None:
+        if not is_tensor(tensors) and not (isinstance(tensors, Mapping) and tensors):
+            raise InvalidInputs(
+                f"cotangents: expected a tensor or {{group: tensor}} with one or more, got "
+                f"{'an empty dict' if tensors == {} else type(tensors).__name__}"
+            )
+        self.tensors: Mapping[str, Any] = (
+            {UNNAMED: tensors} if is_tensor(tensors) else dict(tensors)
+        )
+        self.forward = job_id_of(of)
+
+    def __repr__(self) -> str:
+        return f"Cotangents({', '.join(self.tensors)}, of={self.forward!r})"
+
+    def spec(self, uploads: Uploads) -> CotangentsLoss:
+        """Upload the tensors and return the loss as it is posted.
+
+        Raises:
+            InvalidInputs: one of them is no tensor.
+        """
+        refs = uploads.named(self.tensors, where="cotangents")
+        return CotangentsLoss(forward=self.forward, tensors=refs)
+
+
+@explain_arguments
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Penalty:
+    """A term Σᵢ weight · loss(tapᵢ) added to L, tapᵢ being an intermediate activation of shard i.
+
+    Its graph is gone before the next layer runs, so many penalties take no more memory than one.
+
+    Args:
+        at: a submodule by one of its names, whose output is the tap, or an element of that output:
+            `encoder.layer.3`, `encoder.layer.3[0]`, `encoder[last_hidden_state]`, `lstm[1][0]`. One
+            that a shard goes through several times is tapped each time.
+        loss: tap → scalar, traced as every loss is. Parameters of its own are held constant.
+        weight: the factor before it.
+        per_sample_scale: a function of the shard's final outputs z that gives one number a sample,
+            (b,); sample b's gradient of the penalty is multiplied by it on its way back. It is held
+            constant, and the value of L does not contain it.
+    """
+
+    at: str
+    loss: Callable[..., Any] | torch.nn.Module
+    weight: float = 1.0
+    per_sample_scale: Callable[..., Any] | None = None
+
+    def spec(self, uploads: Uploads) -> PenaltySpec:
+        """Trace the functions and return the penalty as it is posted."""
+        what = f"penalty at {self.at!r}"
+        scale = None
+        if self.per_sample_scale is not None:
+            scale = traced(
+                self.per_sample_scale, uploads, what=f"{what}: per_sample_scale", positional=1
+            )
+        loss = traced(self.loss, uploads, what=what, positional=1)
+        return checked(
+            PenaltySpec,
+            where=what,
+            at=self.at,
+            loss=loss,
+            weight=self.weight,
+            per_sample_scale=scale,
+        )
+
+
+@explain_arguments
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Forward(Differentiated):
+    """Z, the outputs of all shards, in the dtype in which the model gives them.
+
+        Z = client.run(Forward(model="minilm", inputs=shards, readout=pool)).outputs["z"]
+
+    The arguments that all computations share (inputs, mode, seed, weights, …) are described at
+    `gradbox.computations.Computation`.
+
+    Args:
+        retain: memory in bytes for graphs that wait on the box for a `Gradient` at `Cotangents` of
+            Z, or "auto": what is free. Such a gradient then needs no replay, if it comes within a
+            minute, with the same `wrt`, and before the worker starts another job.
+        wrt: what such a gradient will differentiate, as `Gradient` takes it.
+        returns: what the result holds, of "outputs" and "buffers".
+
+    Raises:
+        InvalidInputs: the inputs are empty, are not tensors, or do not fit each other.
+    """
+
+    retain: Retain = 0
+    returns: Sequence[ForwardReturned] = ("outputs",)
+
+    def __repr__(self) -> str:
+        shards = " + ".join(f"{len(group.shards)} {group.name}" for group in self.groups)
+        return f"Forward(model={self.model!r}, shards={shards})"
+
+    def prepare(self, known: KnownTensors | None = None) -> Submission:
+        uploads = Uploads(known)
+        fields = self.shared_fields(uploads)
+        spec = checked(ForwardSpec, computation="forward", returns=listed(self.returns), **fields)
+        return Submission.of(spec, uploads)
+
 
 BESIDE_COTANGENTS: Final = option_names(RunOptions) | {"loss", "wrt", "returns"}
 

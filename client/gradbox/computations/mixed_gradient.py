@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradbox.arguments import explain_arguments
 from gradbox.computations.computation import Computation, Submission, checked, listed
-from gradbox.computations.function_inputs import split_tensors_and_scalars
-from gradbox.computations.traced_function import traced
+from gradbox.computations.functions import split_tensors_and_scalars, traced
 from gradbox.errors import InvalidInputs
 from gradbox.inputs.known_tensors import KnownTensors
 from gradbox.inputs.uploads import Uploads

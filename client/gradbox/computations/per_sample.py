@@ -8,9 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from gradbox.arguments import explain_arguments
 from gradbox.computations.computation import Computation, Submission, checked, globs, listed
-from gradbox.computations.function_inputs import split_tensors_and_scalars, uploaded
-from gradbox.computations.loss_kinds import Builtin, job_id_of
-from gradbox.computations.traced_function import check_derivative, traced
+from gradbox.computations.functions import (
+    check_derivative,
+    split_tensors_and_scalars,
+    traced,
+    uploaded,
+)
+from gradbox.computations.gradient import Builtin, job_id_of
 from gradbox.errors import InvalidInputs, InvalidJob
 from gradbox.inputs.known_tensors import KnownTensors
 from gradbox.inputs.uploads import Uploads

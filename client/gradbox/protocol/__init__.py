@@ -2,10 +2,9 @@
 
 Read `spec` first: a job as it is posted. `options` are those of all jobs, `spec_fields` what specs
 name tensors and functions by, `per_sample` the two specs that have a row for every sample, `views`
-what the service answers about jobs and models, `job_and_result` a job and its small result in one
-body, `losses` about the built-in losses, `box` about the whole box, `operation` whether that hands
-out jobs, `example` is a model's example job, `problem` how errors travel, `receipt` what a result
-file says of its own making. docs/wire.md states the same in prose.
+what the service answers about jobs, models and losses, `box` about the whole box, `example` is a
+model's example job, `problem` how errors travel, `receipt` what a result file says of its own
+making. docs/wire.md states the same in prose.
 """
 
 from gradbox.protocol.box import (
@@ -17,14 +16,14 @@ from gradbox.protocol.box import (
     DeviceMemory,
     DeviceView,
     ModelBuild,
+    OperationMode,
+    OperationOrder,
+    OperationView,
     OwnerUsage,
     Span,
     UsageView,
 )
 from gradbox.protocol.example import ExampleInput, ExampleView
-from gradbox.protocol.job_and_result import JOB_AND_RESULT, joined, parted
-from gradbox.protocol.losses import LossList, LossOption, LossTensor, LossView
-from gradbox.protocol.operation import OperationMode, OperationOrder, OperationView
 from gradbox.protocol.options import (
     GradientOptions,
     JobOptions,
@@ -63,17 +62,24 @@ from gradbox.protocol.spec_fields import (
     TracedFunction,
 )
 from gradbox.protocol.views import (
+    JOB_AND_RESULT,
     BlobList,
     BlobView,
     JobList,
     JobState,
     JobView,
+    LossList,
+    LossOption,
+    LossTensor,
+    LossView,
     MethodView,
     ModelList,
     ModelView,
     ParameterView,
     ProgressView,
     ResultView,
+    joined,
+    parted,
 )
 
 __all__ = [

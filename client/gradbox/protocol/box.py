@@ -1,16 +1,59 @@
-"""What the service answers about the whole box: devices, queue, models, and who used how much.
+"""What the service answers about the whole box: devices, queue, models, usage, mode.
 
 Everybody with a token sees whose job runs or waits, on which model, and how far it is, since they
 wait for it. `id` and `name` of a job are for its owner and the box's owner alone.
+
+The mode is what the box's owner said last:
+
+    running     jobs are handed to workers, and new ones taken
+    paused      jobs are taken and wait; what runs goes on
+    draining    new jobs are refused, too; the box ends once nothing runs
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from enum import StrEnum
+from typing import Annotated, Literal
 
-from gradbox.protocol.operation import OperationView
+from pydantic import StringConstraints
+
+from gradbox.graphs.wire_form import WireForm
 from gradbox.protocol.spec_fields import JobId
 from gradbox.protocol.views import JobState, MethodView, ProgressView, View
+
+
+class OperationMode(StrEnum):
+    """See the module."""
+
+    RUNNING = "running"
+    PAUSED = "paused"
+    DRAINING = "draining"
+
+
+class OperationView(View):
+    """The mode that a box is in, since when (seconds since 1970, UTC), by whom and why."""
+
+    mode: OperationMode = OperationMode.RUNNING
+    reason: str = ""
+    by: str = ""
+    since_s: float | None = None
+
+    @property
+    def hold(self) -> str | None:
+        """Why no job that waits is handed to a worker; None while jobs are."""
+        return None if self.mode is OperationMode.RUNNING else str(self)
+
+    def __str__(self) -> str:
+        by = f" by {self.by}" if self.by and self.mode is not OperationMode.RUNNING else ""
+        return f"{self.mode}{by}{f': {self.reason}' if self.reason else ''}"
+
+
+class OperationOrder(WireForm, frozen=True):
+    """What the box's owner puts to /v1/operation."""
+
+    mode: OperationMode
+    reason: Annotated[str, StringConstraints(max_length=200)] = ""
+
 
 Span = Literal["day", "week", "month"]
 

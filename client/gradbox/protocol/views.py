@@ -1,9 +1,17 @@
-"""What the service answers about jobs and models."""
+"""What the service answers about jobs, models and built-in losses.
+
+A job and its small result may come as one body, `JOB_AND_RESULT`:
+
+    8 bytes     the length of the JSON, little-endian
+    the JSON    the job, as `GET /v1/jobs/{id}` gives it
+    the rest    the result file, whose size and digest the JSON states
+"""
 
 from __future__ import annotations
 
 from datetime import datetime
 from enum import StrEnum
+from typing import Final
 
 from pydantic import BaseModel, ConfigDict
 
@@ -259,3 +267,62 @@ def _local_time(seconds: float) -> str:
 
 def _seconds(begun_s: float | None, ended_s: float | None) -> str | None:
     return None if begun_s is None or ended_s is None else f"{ended_s - begun_s:.3g} s"
+
+
+JOB_AND_RESULT: Final = "application/vnd.gradbox.job-and-result"
+LENGTH_BYTES: Final = 8
+
+
+def joined(view: JobView, result: bytes) -> bytes:
+    """Return the body."""
+    text = view.model_dump_json().encode()
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text + result
+
+
+def parted(body: bytes) -> tuple[JobView, memoryview]:
+    """Return the job and the bytes of its result, which are not verified here.
+
+    Raises:
+        ValueError: the body has another form.
+    """
+    end = LENGTH_BYTES + int.from_bytes(body[:LENGTH_BYTES], "little")
+    if len(body) < end:
+        raise ValueError(f"expected {end} bytes or more, got {len(body)}")
+    return JobView.model_validate_json(body[LENGTH_BYTES:end]), memoryview(body)[end:]
+
+
+class LossTensor(View):
+    """A tensor that a loss takes, in the order of its arguments."""
+
+    name: str
+    shape: str
+    required: bool = True
+
+
+class LossOption(View):
+    """A Python value that changes what a loss computes.
+
+    A number is greater than `above` or at least `at_least`; a string is one of `choices`.
+    """
+
+    name: str
+    meaning: str
+    default: float | str
+    above: float | None = None
+    at_least: float | None = None
+    choices: list[str] = []
+
+
+class LossView(View):
+    """A loss that a job may name: `{"kind": "builtin", "name": …, "options": {…}}`."""
+
+    name: str
+    summary: str
+    tensors: list[LossTensor]
+    options: list[LossOption] = []
+
+
+class LossList(View):
+    """All built-in losses."""
+
+    losses: list[LossView]

@@ -13,11 +13,11 @@ the random stream (seed, 0, i):
         with shard_stream(seed, group=0, shard=i):
             zs.append(model(**x))
 
-Read `model` first. It records each call (`calls`) and returns a tensor that is fetched when it is
-first used (`output`); `batch` sends all calls so far as one forward job and gives their
-outputs a `grad_fn`, made of the functions in `autograd`, whose backward runs the gradient job of
-`done_batch`. All jobs are given the same `RemoteOptions`. `live_weights` go along where the user
-changed them, as `rounded_weights` if they are to; `buffers` go from one job to the next.
+Read `model` first. It records each call and returns a tensor that is fetched when it is first used
+(`calls`); `batch` sends all calls so far as one forward job and gives their outputs a `grad_fn`,
+made of the functions in `autograd`, whose backward runs the gradient job. All jobs are given the
+same `RemoteOptions`. The user's weights go along where they changed, and buffers from one job to
+the next: `state`.
 """
 
 from gradbox.tensors.tensor_bytes import is_torch_importable
@@ -28,8 +28,8 @@ if not is_torch_importable():
         "none: pip install 'gradbox[torch]', or submit a Forward and a Gradient"
     )
 
-from gradbox.remote.done_batch import RemoteOptions
+from gradbox.remote.batch import RemoteOptions
+from gradbox.remote.calls import RemoteOutput
 from gradbox.remote.model import RemoteModel
-from gradbox.remote.output import RemoteOutput
 
 __all__ = ["RemoteModel", "RemoteOptions", "RemoteOutput"]

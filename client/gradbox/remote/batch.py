@@ -1,35 +1,197 @@
-"""Calls that are one forward job; `done_batch` is its backward half."""
+"""Calls that are one forward job, and the gradient jobs at cotangents of its outputs.
+
+A `Batch` collects calls and runs the forward job; a `DoneBatch` is its backward half. The nodes of
+the graph hold that, and it holds no output: a tensor that its own graph held would never be freed,
+for Python does not see that ring through autograd.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 
-from gradbox.computations import Forward
+from gradbox.computations import Cotangents, Forward, Gradient
+from gradbox.computations.computation import globs
 from gradbox.errors import GradboxError, InvalidInputs
 from gradbox.inputs.shards import ShardGroup
-from gradbox.protocol.options import Mode, options_of
+from gradbox.protocol import GradientOptions, RunOptions, options_of
+from gradbox.protocol.options import Mode
 from gradbox.remote.autograd import CallInputs, CallOutput, GradientJob
 from gradbox.remote.calls import Call
-from gradbox.remote.done_batch import (
-    DoneBatch,
-    Owner,
-    Place,
-    Placed,
-    RemoteOptions,
-    group_name,
-    located,
-    section,
-    wrt_of,
-)
 from gradbox.results.result import GradResult
+
+Place = tuple[int, str]
+"""A call's index, and the name of one of its inputs or outputs; "" is the only output."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteOptions(GradientOptions):
+    """What all jobs of a remote model are given alike; see `gradbox.computations`."""
+
+    model: str  # NAME@VERSION
+    readout: Callable[..., Any] | None = None
+    wrt: str | Sequence[str] | None = None
+
+
+class Owner(Protocol):
+    """The remote model that the calls were made of."""
+
+    anchor: Tensor
+    options: RemoteOptions
+
+    def run_job(self, computation: Forward | Gradient) -> GradResult:
+        """Run a job."""
+
+    def add_grads(self, grads: Mapping[str, Tensor]) -> None:
+        """Add to the model's gradients."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """What is known of a call besides its tensors.
+
+    Attributes:
+        position: which of the job's groups it is.
+        leaves: its inputs that require grad: where their gradients go, in which dtype.
+    """
+
+    position: int
+    leaves: Mapping[str, tuple[torch.device, torch.dtype]]
+    where: str
+
+    @classmethod
+    def all_of(cls, calls: Sequence[Call]) -> dict[int, Placed]:
+        """Return it of a job's calls, by their index."""
+        return {
+            call.index: cls(
+                position, {n: (x.device, x.dtype) for n, x in call.leaves.items()}, call.where
+            )
+            for position, call in enumerate(calls)
+        }
+
+
+@dataclass
+class BackwardPass:
+    """What one backward pass has found of a job: cotangents, and what came of those before."""
+
+    cotangents: dict[Place, Tensor] = field(default_factory=dict)
+    input_grads: dict[Place, Tensor] = field(default_factory=dict)
+    grads: list[Mapping[str, Tensor]] = field(default_factory=list)
+
+
+class DoneBatch:
+    """A forward job that is done, and the gradient jobs at cotangents of its outputs."""
+
+    def __init__(self, owner: Owner, *, job_id: str, calls: Mapping[int, Placed]) -> None:
+        self._owner = owner
+        self._job_id = job_id
+        self._calls = calls
+        self._passes: dict[int, BackwardPass] = {}
+
+    def note(self, place: Place, cotangent: Tensor) -> None:
+        """Remember a cotangent of the backward pass that runs."""
+        self._backward_pass().cotangents[place] = cotangent
+
+    def input_grads(self, call: int) -> list[Tensor | None]:
+        """Return the gradients of a call's inputs, by a gradient job where none has run for it."""
+        found = self._backward_pass()
+        if any(index == call for index, _ in found.cotangents):
+            self._run_gradient(found)
+        return [found.input_grads.pop((call, name), None) for name in self._calls[call].leaves]
+
+    def accumulate(self) -> None:
+        """Add the gradients of this pass to the model's."""
+        found = self._backward_pass()
+        if found.cotangents:
+            self._run_gradient(found)
+        for grads in found.grads:
+            self._owner.add_grads(grads)
+
+    def _backward_pass(self) -> BackwardPass:
+        """Return what belongs to the backward pass that runs; several threads may have one each."""
+        current = torch._C._current_graph_task_id()
+        if current not in self._passes:
+            self._passes[current] = BackwardPass()
+            at_its_end = partial(self._passes.__delitem__, current)
+            Variable._execution_engine.queue_callback(at_its_end)
+        return self._passes[current]
+
+    def _run_gradient(self, found: BackwardPass) -> None:
+        """Run the gradient job at the cotangents so far."""
+        # One by one: on several devices another thread may note one meanwhile.
+        given = {place: found.cotangents.pop(place) for place in [*found.cotangents]}
+        calls = dict.fromkeys(index for index, _ in given)
+        reached = [(index, name) for index in calls for name in self._calls[index].leaves]
+        options = self._owner.options
+        computation = Gradient(
+            loss=Cotangents(
+                {
+                    section(self._calls, place): c.reshape(1) if c.ndim == 0 else c
+                    for place, c in given.items()
+                },
+                of=self._job_id,
+            ),
+            wrt=wrt_of(options, self._calls, reached),
+            **options_of(options, RunOptions),
+        )
+        try:
+            result = self._owner.run_job(computation)
+        except GradboxError as error:
+            raise located(error, self._calls) from None
+        unreached = set(result.manifest.unreached)
+        found.grads.append({n: g for n, g in result.grads.items() if n not in unreached})
+        for key in reached:
+            grad, before = self._input_grad(result, key), found.input_grads.get(key)
+            found.input_grads[key] = grad if before is None else before + grad
+
+    def _input_grad(self, result: GradResult, key: Place) -> Tensor:
+        index, name = key
+        call = self._calls[index]
+        found: Tensor = result.input_grads[f"{group_name(call.position)}/0/{name}"]
+        return found.to(*call.leaves[name])
+
+
+def wrt_of(
+    options: RemoteOptions, calls: Mapping[int, Placed], inputs: Sequence[Place]
+) -> list[str] | None:
+    """Return what a job differentiates: the parameters that are wanted, and these inputs."""
+    names = globs(options.wrt)
+    if not inputs:
+        return names
+    named = [f"inputs.{group_name(calls[index].position)}.{name}" for index, name in inputs]
+    return [*(names or ["*"]), *named]
+
+
+def section(calls: Mapping[int, Placed], place: Place) -> str:
+    """Return how a job's result calls an output."""
+    index, name = place
+    group = group_name(calls[index].position)
+    return f"{group}/{name}" if name else group
+
+
+def group_name(position: int) -> str:
+    """Return how a job calls the call at `position`: equal calls make equal blobs in every job."""
+    return f"z{position}"
+
+
+def located(error: GradboxError, calls: Mapping[int, Placed]) -> GradboxError:
+    """Say at which line the call was made that the box refused."""
+    lines = [call.where for call in calls.values()]
+    for position, where in enumerate(lines):
+        if f"group {group_name(position)!r}" in str(error):
+            error.add_note(f"{group_name(position)!r} is the call at {where}")
+            return error
+    error.add_note(f"one of {len(lines)} calls, the first at {lines[0]}, the last at {lines[-1]}")
+    return error
+
 
 BARE = ""
 

@@ -15,13 +15,9 @@ from gradbox.errors import InvalidInputs
 from gradbox.printable import printable
 from gradbox.protocol import ModelView
 from gradbox.remote.autograd import NotFetched
-from gradbox.remote.batch import BARE, Batch
-from gradbox.remote.buffers import RemoteBuffers
-from gradbox.remote.calls import read_call
-from gradbox.remote.done_batch import RemoteOptions
-from gradbox.remote.live_weights import same, snapshot, trainable_leaves
-from gradbox.remote.output import RemoteOutput
-from gradbox.remote.rounded_weights import rounded_weights
+from gradbox.remote.batch import BARE, Batch, RemoteOptions
+from gradbox.remote.calls import RemoteOutput, read_call
+from gradbox.remote.state import RemoteBuffers, rounded_weights, same, snapshot, trainable_leaves
 from gradbox.results.grad_accumulation import add_gradients
 from gradbox.results.result import GradResult
 

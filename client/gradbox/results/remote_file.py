@@ -15,9 +15,14 @@ from gradbox.errors import BlobRejected, ProtocolError
 from gradbox.http.connection import Connection
 from gradbox.http.download import OnBytes, download
 from gradbox.protocol import ResultView
-from gradbox.results.factor_checks import StoredTensor
-from gradbox.results.result_files import ReadInPlace, dtype_name, stored_tensors, tensor_of
-from gradbox.results.rounded_tensors import rounded_tensors
+from gradbox.results.factors import StoredTensor
+from gradbox.results.result_files import (
+    ReadInPlace,
+    dtype_name,
+    rounded_tensors,
+    stored_tensors,
+    tensor_of,
+)
 from gradbox.tensors import checksums
 from gradbox.tensors.lazy_tensor import LazyTensor, Region, array_of
 from gradbox.tensors.safetensors_header import (

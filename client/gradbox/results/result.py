@@ -17,7 +17,7 @@ from gradbox.errors import InvalidJob, ProtocolError
 from gradbox.inputs.shards import natural
 from gradbox.printable import printable
 from gradbox.protocol import Receipt
-from gradbox.results.factor_metadata import FACTORS
+from gradbox.results.factors import FACTORS
 from gradbox.results.grad_accumulation import add_gradients
 from gradbox.results.result_files import LocalFile, ResultFile, no_such_tensor
 from gradbox.results.row_reductions import FactoredRows, RowReductions

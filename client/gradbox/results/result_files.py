@@ -1,7 +1,13 @@
-"""Where a result's tensors are read from, and such a file on this machine."""
+"""Where a result's tensors are read from: a file on this machine, or bytes that came with the job.
+
+Gradients that lie in a file in 16 bits are given back in the dtype that they had on the box. The
+file's metadata names them: {tensor: dtype before it was rounded}. docs/wire.md, "Gradients in 16
+bits", states the form. Where there is no torch, bfloat16 is read from its bytes.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -9,21 +15,67 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, NoReturn, Protocol, Self
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, Self
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from gradbox.errors import InvalidInputs, ProtocolError
-from gradbox.results.factor_checks import StoredTensor
-from gradbox.results.rounded_tensors import bfloat16_array, rounded_tensors, widened
+from gradbox.errors import BlobRejected, InvalidInputs, ProtocolError
+from gradbox.results.factors import StoredTensor
 from gradbox.tensors.lazy_tensor import array_of
 from gradbox.tensors.safetensors_header import (
+    LENGTH_BYTES,
     SafetensorsHeader,
     TensorEntry,
+    header_length,
     other_format,
+    parse_header,
     read_header,
 )
 from gradbox.tensors.tensor_bytes import DTYPES, is_torch_importable
+
+if TYPE_CHECKING:
+    import torch
+
+ROUNDED: Final = "gradbox_rounded"
+WIDER: Final[Mapping[str, str]] = {"F32": "float32", "F64": "float64"}
+
+
+def rounded_tensors(metadata: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the names of the tensors that were rounded, with the dtypes to give them back in.
+
+    Raises:
+        ProtocolError: the metadata's entry is not what docs/wire.md states.
+    """
+    text = metadata.get(ROUNDED)
+    if text is None:
+        return {}
+    try:
+        found = json.loads(text)
+        return {str(name): WIDER[tag] for name, tag in found.items()}
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        raise ProtocolError(
+            f"expected rounded tensors with one of the dtypes {', '.join(WIDER)}, got "
+            f"{text[:100]!r} ({type(error).__name__}: {error}); install a newer gradbox"
+        ) from None
+
+
+def widened(tensor: torch.Tensor | np.ndarray[Any, Any], dtype: str) -> Any:
+    """Return a copy in a wider dtype, as torch and NumPy both spell it."""
+    if isinstance(tensor, np.ndarray):
+        return tensor.astype(dtype)
+    import torch
+
+    return tensor.to(getattr(torch, dtype))
+
+
+def bfloat16_array(
+    data: bytes | bytearray | memoryview, shape: tuple[int, ...], dtype: str
+) -> np.ndarray[Any, Any]:
+    """Return bfloat16 numbers in a wider dtype: their bits are the upper half of float32's."""
+    upper = np.frombuffer(data, dtype="<u2").astype(np.uint32) << np.uint32(16)
+    return upper.view(np.float32).astype(dtype, copy=False).reshape(shape)
+
 
 _NAMES: Final = {tag: name for name, (tag, _) in DTYPES.items()}
 
@@ -171,3 +223,40 @@ def no_such_tensor(name: object, *, section: str, names: Collection[str]) -> Key
     return KeyError(
         f"{section}: {asked_for} is none of its {len(names)} names, which begin {first}"
     )
+
+
+class HeldFile:
+    """A result's bytes, and a copy in which its tensors lie; those that are widened lie apart.
+
+    Raises:
+        ProtocolError: they are not a safetensors file.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content  # `copy_to` writes it, whatever was written into a tensor
+        self._of_tensors = bytearray(content)
+        try:
+            length = header_length(content[:LENGTH_BYTES], file_bytes=len(content))
+            text = content[LENGTH_BYTES : LENGTH_BYTES + length]
+            self._header = parse_header(text, file_bytes=len(content))
+        except BlobRejected as error:
+            raise ProtocolError(f"expected a result file of gradbox: {error}") from None
+        self.metadata: Mapping[str, str] = self._header.metadata
+        self._rounded = rounded_tensors(self.metadata)
+        self.names = tuple(self._header.tensors)
+
+    def __str__(self) -> str:
+        return "the result that came with its job"
+
+    @property
+    def stored(self) -> Mapping[str, StoredTensor]:
+        return stored_tensors(self._header)
+
+    def tensor(self, name: str) -> Any:
+        entry, start = self._header.tensors[name], self._header.data_start
+        data = memoryview(self._of_tensors)[start + entry.begin : start + entry.end]
+        return tensor_of(data, entry, shape=entry.shape, wider=self._rounded.get(name))
+
+    def copy_to(self, path: Path) -> None:
+        with beside(path) as written:
+            written.write_bytes(self._content)

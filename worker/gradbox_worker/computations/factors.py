@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradbox.errors import InvalidInputs
 from gradbox.protocol import Receipt
-from gradbox.results.factor_metadata import FACTORS, read_factors
+from gradbox.results.factors import FACTORS, read_factors
 from gradbox.results.result_files import LocalFile
 from gradbox.results.row_reductions import GRADIENT
 from gradbox.tensors.checksums import is_whole

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from gradbox.errors import InvalidInputs
 from gradbox.protocol.options import Transfer
-from gradbox.results.rounded_tensors import ROUNDED
+from gradbox.results.result_files import ROUNDED
 from gradbox_worker.files.safetensors_types import SAFETENSORS_NAMES
 
 FORMATS: Final[Mapping[Transfer, torch.dtype]] = {"bf16": torch.bfloat16, "fp16": torch.float16}

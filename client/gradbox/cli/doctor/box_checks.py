@@ -13,7 +13,7 @@ import httpx
 
 from gradbox.cli.doctor.finding import Finding, fine, problem, skipped
 from gradbox.cli.down import LOCK, holder_of
-from gradbox.cli.times import duration
+from gradbox.cli.output import duration
 from gradbox.errors import GradboxError, ServiceUnavailable, Unauthorized
 from gradbox.http.connection import Connection, Retry
 from gradbox.settings import FILE, ClientSettings, find_settings
