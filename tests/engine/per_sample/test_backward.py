@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 
 from gradbox_engine.per_sample import gradients, jacobian
 from gradbox_engine.per_sample.backward import RecordedGraph
@@ -18,54 +14,7 @@ from tests.engine.per_sample.zoo import Written
 B, Y = 3, 4
 
 
-def test_this_version_of_torch_has_what_lies_under_its_batched_gradients() -> None:
-    assert gradients.DIRECT
-
-
-@pytest.mark.parametrize("direct", [True, False])
-def test_gradients_for_many_cotangents_are_torch_s_own(monkeypatch, direct) -> None:
-    monkeypatch.setattr(gradients, "DIRECT", direct)
-    torch.manual_seed(0)
-    first, second = nn.Linear(5, 6), nn.Linear(6, Y)
-    h = first(torch.randn(B, 5))
-    apart = torch.randn(B, requires_grad=True).exp()
-    z = second(h.tanh())
-    wanted = [get_gradient_edge(h), get_gradient_edge(z), get_gradient_edge(apart), first.weight]
-    cotangents = torch.eye(Y)[:, None].expand(Y, B, Y)
-    expected = torch.autograd.grad(
-        z, wanted, cotangents, retain_graph=True, allow_unused=True, is_grads_batched=True
-    )
-    found = gradients.batched_gradients(z, wanted, cotangents, keep_graph=False)
-    assert found[2] is expected[2] is None
-    for mine, theirs in zip(found, expected, strict=True):
-        assert mine is theirs or torch.equal(mine, theirs)
-
-
-FIRST_CALLS = """
-import sys
-import torch
-from gradbox_engine.per_sample import jacobian, per_sample_gradient
-
-model, shard = torch.nn.Linear(3, 2), {"0": torch.randn(4, 3)}
-before = set(sys.modules)
-jacobian(model, [shard])
-jacobian(model, [shard], reduce="vjp", vectors=torch.ones(4, 2))
-per_sample_gradient(model, [shard], lambda z: z.square().sum(1))
-print(*sorted(set(sys.modules) - before))
-"""
-
-
-def test_the_first_calls_of_a_process_import_nothing() -> None:
-    command = [sys.executable, "-c", FIRST_CALLS]
-    run = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert run.stdout.split() == []
-
-
-@pytest.mark.parametrize("direct", [True, False])
-def test_a_cotangent_gives_torch_s_gradient_and_keeps_the_graph_if_told_to(
-    monkeypatch, direct
-) -> None:
-    monkeypatch.setattr(gradients, "DIRECT", direct)
+def test_a_cotangent_gives_torch_s_gradient_and_keeps_the_graph_if_told_to() -> None:
     torch.manual_seed(0)
     x, apart = torch.randn(B, Y, requires_grad=True), torch.ones(1, requires_grad=True)
     z, cotangent = x.exp(), torch.randn(B, Y)

@@ -1,11 +1,5 @@
 """Gradients at edges of a graph or at its leaves, for one cotangent or for many at once.
 
-`torch.autograd.grad` takes its arguments apart and together again in Python: a third of a backward
-pass of a small model, and half of one with `is_grads_batched`. With its first cotangent a process
-imports 486 modules, in 0.5 s. The functions underneath do neither, and their names are private to
-torch; where a version of torch lacks one, `torch.autograd.grad` is called. All of this goes once
-that call takes a tenth of a small backward pass at most.
-
 Shapes: Y cotangents.
 """
 
@@ -17,15 +11,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
-
-try:
-    from torch._C import _vmapmode_decrement_nesting, _vmapmode_increment_nesting
-    from torch.autograd.graph import _engine_run_backward
-
-    _add_batch_dim, _remove_batch_dim = torch._add_batch_dim, torch._remove_batch_dim
-    DIRECT = True
-except (ImportError, AttributeError):
-    DIRECT = False
 
 Wanted = Sequence[GradientEdge] | Sequence[Tensor]
 
@@ -40,13 +25,10 @@ def gradients(
     """
     if not value.requires_grad:
         return [None] * len(wanted)
-    if not DIRECT:
-        total = (value * cotangent).sum()
-        found: Sequence[Tensor | None] = torch.autograd.grad(
-            total, wanted, retain_graph=keep_graph, allow_unused=True
-        )
-        return found
-    return _run(value, wanted, cotangent, keep_graph=keep_graph)
+    found: Sequence[Tensor | None] = torch.autograd.grad(
+        value, wanted, cotangent, retain_graph=keep_graph, allow_unused=True
+    )
+    return found
 
 
 def leaf_gradients(
@@ -113,24 +95,10 @@ def batched_gradients(
     Raises:
         RuntimeError: an operation of the graph has no batching rule.
     """
-    if not DIRECT:
-        found: Sequence[Tensor | None] = torch.autograd.grad(
-            value,
-            wanted,
-            cotangents,
-            retain_graph=keep_graph,
-            allow_unused=True,
-            is_grads_batched=True,
-        )
-        return found
-    level = _vmapmode_increment_nesting()
-    try:
-        batched = _add_batch_dim(cotangents, 0, level)
-        by_edge = _run(value, wanted, batched, keep_graph=keep_graph)
-        sizes = (level, len(cotangents), 0)
-        return [None if g is None else _remove_batch_dim(g, *sizes) for g in by_edge]
-    finally:
-        _vmapmode_decrement_nesting()
+    found: Sequence[Tensor | None] = torch.autograd.grad(
+        value, wanted, cotangents, keep_graph, allow_unused=True, is_grads_batched=True
+    )
+    return found
 
 
 def gradients_in_turn(value: Tensor, wanted: Wanted, cotangents: Tensor) -> Sequence[Tensor | None]:
@@ -140,18 +108,3 @@ def gradients_in_turn(value: Tensor, wanted: Wanted, cotangents: Tensor) -> Sequ
         None if parts[0] is None else torch.stack([g for g in parts if g is not None])
         for parts in zip(*rows, strict=True)
     ]
-
-
-def _run(
-    value: Tensor, wanted: Wanted, cotangent: Tensor, *, keep_graph: bool
-) -> Sequence[Tensor | None]:
-    found: Sequence[Tensor | None] = _engine_run_backward(
-        (value,),
-        (cotangent,),
-        keep_graph,
-        False,  # no graph of the gradients
-        tuple(wanted),
-        True,  # None where no path leads
-        accumulate_grad=False,
-    )
-    return found
