@@ -31,7 +31,6 @@ from gradbox_engine.per_sample.planning.model import CallableModel
 from gradbox_engine.per_sample.planning.plan import Plan
 from gradbox_engine.per_sample.recording.custom_functions import custom_functions_shown
 from gradbox_engine.per_sample.recording.function_calls import Key, StepRecorder
-from gradbox_engine.per_sample.recording.row_owners import RowOwners, row_owners
 from gradbox_factors import Block, Lookup, Outer, Positions, Term, Total, Zero
 
 Terms = dict[str, Term]
@@ -107,27 +106,22 @@ class RecordedGraph:
         by_edge: Sequence[Tensor | None] = []
         if records:
             edges = [record.edge for record in records]
-            keep = looped or keep_graph or self._plan.by_owner
+            keep = looped or keep_graph
             if slopes is None or self.z._backward_hooks:  # which the slopes went through
                 by_edge = self._backward(edges, outputs, keep=keep)
             else:
                 of_sum = gradients(self.z, edges, slopes, keep_graph=keep)
                 by_edge = [None if g is None else g.unsqueeze(0) for g in of_sum]
-        owners = self._row_owners(by_edge, outputs) if self._plan.by_owner else {}
         found: dict[Key, list[Term]] = {}
         for record, gradient in zip(records, by_edge, strict=True):
             if gradient is None:
-                continue
-            owned = owners.get(id(record))
-            if record.by_owner and owned is None:
                 continue
             if not record.input_unchanged():
                 raise RuntimeError(
                     "a layer's input was changed in place after the layer used it, which autograd "
                     "refuses in training as well: make the change out of place"
                 )
-            terms = record.terms(gradient) if owned is None else record.terms(gradient, owned)
-            for key, term in terms:
+            for key, term in record.terms(gradient):
                 found.setdefault(key, []).append(term)
         self._pull_back(found)
         if looped:
@@ -172,25 +166,6 @@ class RecordedGraph:
                     raise
                 self._plan.batched_backward = False
         return gradients_in_turn(value, edges, cotangents)
-
-    def _row_owners(
-        self, by_edge: Sequence[Tensor | None], outputs: range
-    ) -> dict[int, RowOwners | None]:
-        """Return the owners of rows by the ids of their records; keeps the graph."""
-        records = zip(self._recorder.edges, by_edge, strict=True)
-        wanted = [(r, g) for r, g in records if r.by_owner and g is not None]
-        value = self.value[:, outputs.start : outputs.stop]
-        mix_Y = torch.linspace(0.5, 1.5, len(outputs), dtype=value.dtype, device=value.device)
-
-        def weighted(weights_B: Tensor) -> Sequence[Tensor]:
-            cotangents = weights_B.to(value)[:, None] * mix_Y
-            edges = [record.edge for record, _ in wanted]
-            return torch.autograd.grad((value * cotangents).sum(), edges, retain_graph=True)
-
-        mixed = [torch.tensordot(mix_Y.to(g.dtype), g, 1) for _, g in wanted]
-        suspects_B = ~self.value.detach().isfinite().all(1)
-        found = row_owners(mixed, weighted, suspects_B) if wanted else []
-        return {id(record): owners for (record, _), owners in zip(wanted, found, strict=True)}
 
     def _pull_back(self, found: dict[Key, list[Term]]) -> None:
         """Turn terms of derived tensors into terms of the parameters they are made of."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gradbox_engine.per_sample.planning.probed_use import LOOP, VMAP, ProbedUse, ProbeUses
 from gradbox_engine.per_sample.recording.function_calls import Key
-from gradbox_engine.per_sample.recording.steps import DerivedStep, RuleStep, Step, VmapStep
+from gradbox_engine.per_sample.recording.steps import DerivedStep, Step, VmapStep
 
 
 @dataclass
@@ -38,7 +38,6 @@ class Plan:
     recorded: bool = True  # whether uses are recorded; not where all parameters are looped over
     routes: dict[str, set[str]] = field(default_factory=dict)  # parameter → routes of its uses
     loops: dict[str, str] = field(default_factory=dict)  # parameter → why it is looped over
-    by_owner: bool = False  # whether data decide whose rows a parameter acts on
     axes: Mapping[str, int] = field(default_factory=dict)  # argument → dim that counts samples
     one_sample: bool = False  # whether the shard is one sample, with no such dim
     rounding: torch.dtype = torch.float64  # the coarsest dtype of a tensor on the way
@@ -100,7 +99,6 @@ def make_plan(probes: ProbeUses, parameters: Mapping[str, Tensor]) -> Plan:
         plan.loop_over_all(parameters, "the model's calls depend on how many samples it is given")
         return plan
     parents: dict[Key, frozenset[str]] = {name: frozenset([name]) for name in parameters}
-    found: list[tuple[Step, frozenset[str]]] = []
     for number in range(len(probes.first)):
         use = ProbedUse(probes, number, parents)
         if not use.real:
@@ -112,14 +110,7 @@ def make_plan(probes: ProbeUses, parameters: Mapping[str, Tensor]) -> Plan:
             for position in range(len(use.first.outputs)):
                 parents[number, position] = names
         elif step.route == LOOP:
-            plan.loop(names, f"{use.title} has no rule and does not vectorise")
-        found.append((step, names))
-    # One expert may be given each sample's row in order by chance.
-    by_owner = {(step.function, names) for step, names in found if step.by_owner}
-    plan.by_owner = bool(by_owner)
-    for step, names in found:
-        if isinstance(step, RuleStep) and (step.function, names) in by_owner:
-            step = step.owned()
+            plan.loop(names, use.why_looped)
         plan.steps.append(step)
         for name in names:
             plan.routes.setdefault(name, set()).add(step.route)

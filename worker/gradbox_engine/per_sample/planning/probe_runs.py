@@ -91,7 +91,7 @@ def plan_for(
         plan.loop(unseen, "it is used by what no function call shows")
     mixes = uses.alike and any(mixing_layers(uses))
     plan.kept = other_inputs
-    plan.compares_always |= selects or plan.by_owner or mixes or not other_inputs
+    plan.compares_always |= selects or mixes or not other_inputs
     plan.rounding = rounding
     exact = plan.rounding.itemsize > 2 and model.options.precision != "tf32"
     plan.alone = exact and not (first.draws or second.draws or third.draws)

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from gradbox_engine.errors import CoupledSamples
 from gradbox_engine.model.precision import REPLAY_TOLERANCE
+from gradbox_engine.model.tensor_equality import equal_numbers
 from gradbox_engine.per_sample.recording.batch_axis import BatchAxis, changed_dim, find
 from gradbox_engine.per_sample.recording.function_calls import Key
 from gradbox_engine.per_sample.recording.pointwise import EXPANDING, broadcast_size
@@ -65,6 +66,13 @@ class ProbedUse:
         name = getattr(self.first.function, "__name__", str(self.first.function))
         return f"{name} in {self.first.module or 'the model'}"
 
+    @property
+    def why_looped(self) -> str:
+        """Why its parameters take one backward pass a sample, for people."""
+        if self._bound is None:
+            return f"{self.title} has no rule and does not vectorise"
+        return f"data decide which samples {self.title} sees, or in which order"
+
     def axis(self, tensors: Callable[[Use], Sequence[Tensor]], index: int) -> BatchAxis | None:
         """Return which dim of one of the use's tensors holds the samples."""
         first, second, third = (
@@ -73,7 +81,7 @@ class ProbedUse:
         axis = find(first, second, third, self.probes.samples)
         if axis is not None and axis.merged and self.probes.selects:
             # Sorted numbers of experts fit an order that they do not have.
-            shown = first.is_floating_point() and not torch.equal(second, third)
+            shown = first.is_floating_point() and not equal_numbers(second, third)
             return axis if shown else None
         self.guesses = self.guesses or (axis is not None and axis.guessed)
         return axis
@@ -89,9 +97,7 @@ class ProbedUse:
             return DerivedStep(function, self.number, "derived", shapes, self._written_later())
         if function is Tensor.__setitem__:
             return Step(function, self.number, LOOP)
-        for choose in (
-            self._rule, self._expand, self._copies, self._vmap, self._rule_by_owner,
-        ):  # fmt: skip
+        for choose in (self._rule, self._expand, self._copies, self._vmap):
             step = choose()
             if step is not None:
                 return step
@@ -138,15 +144,6 @@ class ProbedUse:
         return RuleStep(
             self.first.function, self.number, rule.name, rule, input_axis, output_axis, roles
         )
-
-    def _rule_by_owner(self) -> Step | None:
-        if self._bound is None or len(self.first.outputs) != 1:
-            return None
-        rule, layer, roles = self._bound
-        if layer.input.shape[:1] != self.first.outputs[0].shape[:1]:
-            return None
-        step = RuleStep(self.first.function, self.number, rule.name, rule, None, None, roles)
-        return step.owned()
 
     @cached_property
     def _bound(self) -> tuple[Rule, Layer, tuple[tuple[str, Key], ...]] | None:

@@ -3,6 +3,5 @@
 Read `function_calls` (the function mode, the run by a plan), `use_log` (what a probe run uses),
 `steps` (how a planned use runs), `custom_functions` (calls that torch shows no mode);
 `decompositions`, `pointwise` and `index_selections` say what is known of single functions,
-`batch_axis` which dim of a tensor holds the samples, `row_owners` whose each row is where none
-does.
+`batch_axis` which dim of a tensor holds the samples.
 """

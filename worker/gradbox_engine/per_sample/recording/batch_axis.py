@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from gradbox_engine.model.tensor_equality import equal_numbers
+
 EXTRA = 1
 CHANGED = 1
 """The sample that differs in the third run: samples before it and behind it may see it."""
@@ -118,7 +120,7 @@ def others_equal(second: Tensor, third: Tensor, axis: BatchAxis) -> bool:
     """Return whether two tensors have the same numbers for all samples but `CHANGED`."""
     led = axis.lead(second), axis.lead(third)
     others = slice(CHANGED), slice(CHANGED + 1, None)
-    return all(torch.equal(*(x[part] for x in led)) for part in others)
+    return all(equal_numbers(*(x[part] for x in led)) for part in others)
 
 
 def samples_that_differ(second: Tensor, third: Tensor, axis: BatchAxis) -> Tensor:

@@ -5,9 +5,6 @@ Multi-head attention is not rewritten: the same source runs, with its check for 
 all steps, are written out in linear maps and pointwise functions; the arithmetic is the kernel's up
 to rounding, and dropout between layers draws the same numbers.
 
-A grouped product, of rows sorted by experts, is one product for each expert, also for one without
-rows: so every run calls the same functions.
-
 A conversion to the dtype and device of another tensor is one to that dtype and device.
 
 Not decomposed: packed sequences, whose rows hold several samples each (their parameters are
@@ -150,20 +147,6 @@ def _cell(step: Cell, num_states: int) -> Callable[..., Any]:
     return run
 
 
-def _grouped_product(
-    mat_a: Tensor, mat_b: Tensor, *, offs: Tensor, bias: None = None, out_dtype: Any = None
-) -> Tensor:
-    ends = offs.tolist()
-    starts = [0, *ends[:-1]]
-    products = [
-        mat_a[start:end] @ mat_b[group]
-        for group, (start, end) in enumerate(zip(starts, ends, strict=True))
-    ]
-    rest = mat_a.new_zeros(len(mat_a) - ends[-1], mat_b.shape[2])
-    out: Tensor = torch.cat([*products, rest])
-    return out if out_dtype is None else out.to(out_dtype)
-
-
 def _like(x: Tensor, other: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return x.to(other.device, other.dtype, *args, **kwargs)
 
@@ -178,15 +161,11 @@ _DECOMPOSITIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.gru_cell: _cell(_gru_step, 1),
     torch.rnn_tanh_cell: _cell(_plain_step(torch.tanh), 1),
     torch.rnn_relu_cell: _cell(_plain_step(torch.relu), 1),
-    torch._grouped_mm: _grouped_product,
 }
 
 
 def decomposed(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any] | None:
     """Return what runs in place of `function`, None where it is called as it is."""
-    if function is torch._grouped_mm:
-        rows_by_group = [x.dim() for x in args[:2]] == [2, 3]
-        return _DECOMPOSITIONS[function] if rows_by_group else None
     if function in (Tensor.to, Tensor.type_as):
         return _like if len(args) > 1 and isinstance(args[1], Tensor) else None
     packed = len(args) > 1 and isinstance(args[1], Tensor) and args[1].dtype == torch.int64

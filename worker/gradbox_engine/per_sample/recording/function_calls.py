@@ -116,9 +116,8 @@ class RecordedEdge:
 
     edge: GradientEdge
     gradient_bytes: int  # of one output
-    terms: Callable[..., Terms]
+    terms: Callable[[Tensor], Terms]
     input_unchanged: Callable[[], bool]
-    by_owner: bool  # whether `terms` takes the `RowOwners` of g's rows as well
 
 
 class StepRecorder(FunctionCalls):
@@ -164,11 +163,9 @@ class StepRecorder(FunctionCalls):
     def record(
         self,
         tensor: Tensor,
-        terms: Callable[..., Terms],
+        terms: Callable[[Tensor], Terms],
         input_unchanged: Callable[[], bool] = lambda: True,
-        *,
-        by_owner: bool = False,
     ) -> None:
         """Record that the gradient at `tensor`'s edge is wanted."""
-        edge, gradient_bytes = get_gradient_edge(tensor), tensor.nbytes
-        self.edges.append(RecordedEdge(edge, gradient_bytes, terms, input_unchanged, by_owner))
+        edge = get_gradient_edge(tensor)
+        self.edges.append(RecordedEdge(edge, tensor.nbytes, terms, input_unchanged))

@@ -1,7 +1,6 @@
 """How one planned use of a tracked tensor runs, and what the gradient at its output gives.
 
     rule       the layer's own function, then the factors that its rule makes
-    by owner   the same where data decide whose rows there are on dim 0: see `row_owners`
     copies     a function that broadcasts the parameter, which is expanded to one copy a sample
     birth      an expansion that gives a parameter its dim of samples (a class token)
     vmap       any other function, vectorised over samples with one copy of the parameter each
@@ -17,7 +16,7 @@ gradient, which is the (Y, B, *q) that was asked for.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -28,7 +27,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from gradbox_engine.per_sample.recording.batch_axis import BatchAxis
 from gradbox_engine.per_sample.recording.function_calls import Key, StepRecorder, Terms, tensors_of
 from gradbox_engine.per_sample.recording.pointwise import broadcast_size
-from gradbox_engine.per_sample.recording.row_owners import RowOwners
 from gradbox_engine.per_sample.rules.rule import Layer, Rule, Target
 from gradbox_factors import Block
 
@@ -45,11 +43,6 @@ class Step:
     function: Callable[..., Any]
     number: int  # of the use in the probe runs
     route: str
-
-    @property
-    def by_owner(self) -> bool:
-        """Whether the gradients tell which sample each row belongs to."""
-        return False
 
     def run(self, recorder: StepRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function; the loop needs nothing more."""
@@ -82,23 +75,14 @@ class DerivedStep(Step):
 
 @dataclass(frozen=True)
 class RuleStep(Step):
-    """A function that has a rule; without axes its samples' rows are on dim 0 as data decide."""
+    """A function that has a rule."""
 
     rule: Rule
-    input_axis: BatchAxis | None
-    output_axis: BatchAxis | None
+    input_axis: BatchAxis
+    output_axis: BatchAxis
     keys: tuple[tuple[str, Key], ...]  # role, key
 
     targets: dict[str, Target] = field(default_factory=dict)  # by role, as last seen
-
-    @property
-    def by_owner(self) -> bool:
-        return self.input_axis is None or self.output_axis is None
-
-    def owned(self) -> RuleStep:
-        """Return the step that takes no axis for granted."""
-        route = f"{self.rule.name} by owner"
-        return replace(self, route=route, input_axis=None, output_axis=None)
 
     def run(self, recorder: StepRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layer = self.rule.bind(*args, **kwargs)
@@ -114,7 +98,7 @@ class RuleStep(Step):
         out = self.function(*args, **kwargs)
         samples = recorder.samples
         for axis, tensor in ((self.input_axis, layer.input), (self.output_axis, out)):
-            if axis is not None and tensor.shape[axis.dim] != axis.length(samples):
+            if tensor.shape[axis.dim] != axis.length(samples):
                 recorder.deviated = True  # a layer that sees some of the samples only
                 return out
         if out.requires_grad:
@@ -129,22 +113,18 @@ class RuleStep(Step):
         version = held._version
         dtype = self.targets[self.keys[0][0]].dtype
 
-        def terms(g: Tensor, owners: RowOwners | None = None) -> Terms:
-            x_led, g_led = self.input_axis or owners, self.output_axis or owners
-            assert x_led is not None
-            assert g_led is not None
-            x, g = x_led.lead(self.rule.prepare(layer)), g_led.lead(g, 1)
+        def terms(g: Tensor) -> Terms:
+            x, g = self.input_axis.lead(self.rule.prepare(layer)), self.output_axis.lead(g, 1)
             if g.dtype != dtype or (x.dtype != dtype and x.is_floating_point()):
                 # Autocast: products are made in the parameters' dtype, which is wider.
                 x, g = x.to(dtype) if x.is_floating_point() else x, g.to(dtype)
             for term in self.rule.terms(layer, x, g, self.targets):
                 yield self._by_label[term.parameter], term
 
-        by_owner = self.by_owner
         if self._reads_input:
-            recorder.record(out, terms, lambda: held._version == version, by_owner=by_owner)
+            recorder.record(out, terms, lambda: held._version == version)
         else:
-            recorder.record(out, terms, by_owner=by_owner)
+            recorder.record(out, terms)
 
     @cached_property
     def _reads_input(self) -> bool:
