@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gradbox_engine import Group
 from gradbox_engine.per_sample import jacobian, per_sample_gradient
 from gradbox_engine.per_sample.planning.model import callable_model
 from gradbox_engine.per_sample.recording.batch_axis import BatchAxis, find
@@ -114,5 +115,5 @@ def test_a_tensor_with_one_number_that_is_not_zero_is_not_all_zero() -> None:
     module = nn.Linear(2, 2)
     for name, tensor in _tensors().items():
         module.register_buffer(name, tensor)
-    with callable_model(module) as model:
+    with callable_model(module, [Group("z", [{}])]) as model:
         assert model.zeros() == {"scalar", "vector", "matrix", "empty"}

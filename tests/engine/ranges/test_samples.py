@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradbox_engine import BadInputs, DeviceLost
+from gradbox_engine import BadInputs, DeviceLost, Group
 from gradbox_engine.per_sample import (
     BadReduction,
     OtherShards,
@@ -48,6 +48,10 @@ def _model() -> nn.Module:
 def _shards(*sizes: int, seed: int = 0) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     return [{"0": torch.randn(n, 4, generator=generator).double()} for n in sizes]
+
+
+def _groups(*shards: Sequence[Any]) -> list[Group]:
+    return [Group(name, some) for name, some in zip(("z", "against"), shards, strict=False)]
 
 
 SIZES = (3, 1, 4, 2, 2)
@@ -103,14 +107,14 @@ def _gradients_in_ranges(
     number: int, terms: Mapping[str, Any], *, shards: Sequence[Any] = SHARDS, **how: Any
 ) -> SplitSamples:
     request = _request(terms)
-    ranges = SampleRanges(_model(), shards, request, loss=_loss, **SETTING, **how)
+    ranges = SampleRanges(_model(), _groups(shards), request, loss=_loss, **SETTING, **how)
     parts = _parts(number, len(shards))
     return split_samples(OneSampleDevice(ranges), parts, request, loss_inputs=LOSS_INPUTS)
 
 
 def _jacobians_in_ranges(number: int, terms: Mapping[str, Any], **how: Any) -> SplitSamples:
     request = _request(terms)
-    ranges = SampleRanges(_model(), SHARDS, request, **SETTING, **how)
+    ranges = SampleRanges(_model(), _groups(SHARDS), request, **SETTING, **how)
     return split_samples(OneSampleDevice(ranges), _parts(number), request)
 
 
@@ -155,7 +159,7 @@ def test_jacobians_against_other_shards(reduce):
     terms = {"reduce": reduce} | ({"vectors": COTANGENTS} if reduce == "vjp" else {})
     one = jacobian(_model(), SHARDS, **SETTING, **terms, against=OtherShards(OTHERS))
     request = _request(terms)
-    ranges = SampleRanges(_model(), SHARDS, request, others=OTHERS, **SETTING)
+    ranges = SampleRanges(_model(), _groups(SHARDS, OTHERS), request, **SETTING)
     found = split_samples(
         OneSampleDevice(ranges), _parts(3), request, other_parts=_parts(2, len(OTHERS))
     )
@@ -169,7 +173,7 @@ def test_gradients_against_other_shards_with_labels_of_their_own():
         _model(), SHARDS, _loss, loss_inputs=LOSS_INPUTS, reduce="gram", against=others, **SETTING
     )
     request = _request({"reduce": "gram"})
-    ranges = SampleRanges(_model(), SHARDS, request, loss=_loss, others=OTHERS, **SETTING)
+    ranges = SampleRanges(_model(), _groups(SHARDS, OTHERS), request, loss=_loss, **SETTING)
     found = split_samples(
         OneSampleDevice(ranges),
         _parts(2),
@@ -232,7 +236,7 @@ def test_all_ranges_take_one_form():
 def test_shards_of_different_outputs_are_named():
     shards = [{"0": torch.zeros(2, 4).double()}, {"0": torch.zeros(2, 5, 4).double()}]
     request = _request({})
-    ranges = SampleRanges(_model(), shards, request)
+    ranges = SampleRanges(_model(), _groups(shards), request)
     with pytest.raises(BadInputs, match="shard 1: expected 3 outputs a sample like shard 0, got"):
         split_samples(OneSampleDevice(ranges), _parts(2, 2), request)
 
@@ -312,7 +316,7 @@ class _Device:
 )
 def test_a_device_that_dies_costs_its_calls(dies, lost):
     request = _request({"reduce": "gram"})
-    ranges = SampleRanges(_model(), SHARDS, request, **SETTING)
+    ranges = SampleRanges(_model(), _groups(SHARDS), request, **SETTING)
     found = split_samples(_Devices(ranges, dies), _parts(3), request)
     whole = _jacobians_in_ranges(3, {"reduce": "gram"})
     assert torch.equal(found.arrays["gram"], whole.arrays["gram"])

@@ -13,14 +13,19 @@ Shapes: B samples over all shards, Y outputs.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from gradbox_engine.checkpoint import Checkpoints
-from gradbox_engine.per_sample.job import PerSampleJob
+from gradbox_engine.checkpoint import Checkpoint, Checkpoints, NoCheckpoints
+from gradbox_engine.model.calling.shard_feed import Position
+from gradbox_engine.per_sample.job import BUDGET_BYTES, PerSampleJob
 from gradbox_engine.per_sample.pieces import Sink
+from gradbox_engine.per_sample.planned_model import PlannedModel
 from gradbox_engine.per_sample.planning.model import callable_model
 from gradbox_engine.per_sample.request import (
     Form,
@@ -30,10 +35,12 @@ from gradbox_engine.per_sample.request import (
     Request,
     SampleResult,
 )
-from gradbox_engine.requests import Observer, Shard
+from gradbox_engine.per_sample.sample_loss import check_given_apart
+from gradbox_engine.requests import SOLE_GROUP, Group, Observer, Phase, Shard, Silent
 from gradbox_factors import Factored, Kind
 
-BUDGET_BYTES = 2**30
+AGAINST = "against"
+"""What messages call the group of other shards."""
 
 
 def per_sample_gradient(
@@ -50,10 +57,6 @@ def per_sample_gradient(
     seed: int = 0,
     projection_seed: int = 0,
     against: Factored | OtherShards | None = None,
-    observer: Observer | None = None,
-    checkpoints: Checkpoints | None = None,
-    budget_bytes: int = BUDGET_BYTES,
-    sink: Sink | None = None,
     **setting: Any,
 ) -> SampleResult:
     """Compute dℓ_b/dθ for every sample b.
@@ -74,12 +77,8 @@ def per_sample_gradient(
         seed: of the random streams of the shards.
         against: rows J' of an earlier call, by the same parameters, or shards to make them of: a
             `gram` is then J J'ᵀ.
-        observer: called before each piece; may raise to stop the job.
-        checkpoints: where the state of a long job is written, and read when it begins again.
-        budget_bytes: memory for pieces of a dense result on their way to `sink`.
-        sink: takes a dense result in pieces; without it arrays are returned.
-        setting: mode, wrt, precision, output, readout, weights, method, unchecked, streams: see
-            `callable_model`.
+        setting: how the job runs, see `_run`, and how the model is called: mode, wrt, precision,
+            output, readout, weights and unchecked, see `callable_model`.
 
     Returns:
         What `reduce` asks for: rows (B, *shape) by parameter, arrays or factors as `form` says, or
@@ -92,9 +91,7 @@ def per_sample_gradient(
     """
     request = Request(reduce, form, clip, dim, projection_seed, against=against, kind=kind)
     request.check(GradientReduction)
-    with callable_model(model, seed=seed, others=_num_others(against), **setting) as ready:
-        job = PerSampleJob(ready, request, inputs, observer, checkpoints, budget_bytes, sink)
-        return job.gradients(loss, loss_inputs or {})
+    return _run(model, inputs, request, loss, loss_inputs or {}, seed=seed, **setting)
 
 
 def jacobian(
@@ -109,10 +106,6 @@ def jacobian(
     seed: int = 0,
     projection_seed: int = 0,
     against: Factored | OtherShards | None = None,
-    observer: Observer | None = None,
-    checkpoints: Checkpoints | None = None,
-    budget_bytes: int = BUDGET_BYTES,
-    sink: Sink | None = None,
     **setting: Any,
 ) -> SampleResult:
     """Compute dz_by/dθ for every sample b and output y, the dims of z behind the first being Y.
@@ -133,10 +126,101 @@ def jacobian(
     """
     request = Request(reduce, form, None, dim, projection_seed, vectors, against, kind)
     request.check(JacobianReduction)
-    with callable_model(model, seed=seed, others=_num_others(against), **setting) as ready:
-        job = PerSampleJob(ready, request, inputs, observer, checkpoints, budget_bytes, sink)
-        return job.jacobians()
+    return _run(model, inputs, request, None, {}, seed=seed, **setting)
 
 
-def _num_others(against: Factored | OtherShards | None) -> int:
-    return len(against.inputs) if isinstance(against, OtherShards) else 0
+def _run(
+    model: nn.Module,
+    inputs: Sequence[Shard],
+    request: Request,
+    loss: Callable[..., Tensor] | None,
+    loss_inputs: Mapping[str, Any],
+    *,
+    method: str = "forward",
+    streams: Sequence[tuple[int, int]] | None = None,
+    observer: Observer | None = None,
+    checkpoints: Checkpoints | None = None,
+    budget_bytes: int = BUDGET_BYTES,
+    sink: Sink | None = None,
+    **setting: Any,
+) -> SampleResult:
+    """Run a job, and before it one that keeps the factors of other shards, where there are some.
+
+    Args:
+        method: the model's, which is called.
+        streams: the numbers (k, i) that each shard's random stream is derived from; by default 0
+            and the shard's.
+        observer: called before each piece; may raise to stop the job.
+        checkpoints: where the state of a long job is written, and read when it begins again.
+        budget_bytes: memory for pieces of a dense result on their way to `sink`.
+        sink: takes a dense result in pieces; without it arrays are returned.
+    """
+    observer, checkpoints = observer or Silent(), checkpoints or NoCheckpoints()
+    others = request.against if isinstance(request.against, OtherShards) else None
+    groups = [Group(SOLE_GROUP, inputs, method, streams=streams)]
+    if others is not None:
+        groups.append(Group(AGAINST, others.inputs, method, streams=others.streams))
+    with callable_model(model, groups, **setting) as ready:
+        planned, job = (
+            PlannedModel(ready),
+            partial(PerSampleJob, loss=loss, budget_bytes=budget_bytes),
+        )
+        own = [Position(0, shard) for shard in range(len(inputs))]
+        if others is None:
+            found = job(
+                planned, own, request, loss_inputs=loss_inputs,
+                observer=observer, checkpoints=checkpoints, sink=sink,
+            ).run()  # fmt: skip
+            observer.step("samples", found.samples, found.samples)
+            return found
+        start = time.perf_counter()
+        theirs = [Position(1, shard) for shard in range(len(others.inputs))]
+        counts = [sum(map(planned.count, positions)) for positions in (theirs, own)]
+        if loss is not None:
+            check_given_apart(loss_inputs, others.loss_inputs, counts)
+        first = job(
+            planned, theirs, Request("none", "smaller"),
+            loss_inputs={**loss_inputs, **others.loss_inputs},
+            observer=_Both(observer, 0, sum(counts)),
+            checkpoints=_Section(checkpoints, "others", {}),
+        )  # fmt: skip
+        rows = first.run()
+        found = job(
+            planned, own, replace(request, against=rows.factors), loss_inputs=loss_inputs,
+            observer=_Both(observer, counts[0], sum(counts)),
+            checkpoints=_Section(checkpoints, "own", {"others": first.state}), sink=sink,
+        ).run()  # fmt: skip
+        observer.step("samples", sum(counts), sum(counts))
+        return replace(found, other_values=rows.values, seconds=time.perf_counter() - start)
+
+
+@dataclass(frozen=True)
+class _Both:
+    """Tells an observer of two jobs how far one of them has come."""
+
+    observer: Observer
+    before: int  # samples of the other one, if it is done
+    total: int
+
+    def step(self, phase: Phase, done: int, total: int) -> None:
+        self.observer.step(phase, self.before + done, self.total)
+
+
+@dataclass(frozen=True)
+class _Section:
+    """The checkpoints of one of two jobs, which has a section of those of both."""
+
+    checkpoints: Checkpoints
+    name: str
+    beside: Mapping[str, Callable[[], Checkpoint]]  # what the job before it has left, by name
+
+    def due(self) -> bool:
+        return self.checkpoints.due()
+
+    def write(self, checkpoint: Checkpoint) -> None:
+        beside = {name: state() for name, state in self.beside.items()}
+        self.checkpoints.write(Checkpoint.of_sections(**beside, **{self.name: checkpoint}))
+
+    def read(self) -> Checkpoint | None:
+        left = self.checkpoints.read()
+        return left.section(self.name) if left is not None and self.name in left else None

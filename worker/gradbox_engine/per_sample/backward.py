@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from gradbox_engine.errors import NoBatchAxis, SelfCheckFailed
-from gradbox_engine.model.kernels import checkpoints_inlined
+from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.per_sample.derived_parameters import parameter_terms
 from gradbox_engine.per_sample.gradients import (
     asked_for,
@@ -34,6 +34,8 @@ from gradbox_engine.per_sample.recording.function_calls import Key, StepRecorder
 from gradbox_factors import Block, Lookup, Outer, Positions, Term, Total, Zero
 
 Terms = dict[str, Term]
+Head = Callable[..., Tensor]
+"""(z, first=0) → what is differentiated, for z of a shard's samples from `first` on."""
 
 
 class RecordedGraph:
@@ -42,32 +44,28 @@ class RecordedGraph:
     Args:
         model: the model.
         plan: how its uses are treated.
-        arguments: the shard's, to which the model may write.
         head: maps z (B, ...) to what is differentiated, (B, Y).
     """
 
-    def __init__(
-        self,
-        model: CallableModel,
-        plan: Plan,
-        arguments: dict[str, Any],
-        head: Callable[[Tensor], Tensor],
-    ) -> None:
+    def __init__(self, model: CallableModel, plan: Plan, position: Position, head: Head) -> None:
         self._parameters, self._plan = model.parameters, plan
+        self._on_several_devices = model.on_several_devices
+        arguments = model.feed.take(position)
+        model.restore_buffers()  # before the call: afterwards the graph may read what it wrote
         samples = plan.samples(arguments) or 0
         recorded = model.parameters if plan.recorded else {}
         self._recorder = StepRecorder(recorded, plan.steps, samples=samples)
+        with custom_functions_shown():
+            self.z = model.call(position, arguments, observed=self._recorder)
+        self._recorder.finish()
+        self.calls = hash(tuple(self._recorder.called))  # the functions called, in order
+        self._recorder.called.clear()
+        if not self.deviated and self.z.shape[0] != samples:
+            raise NoBatchAxis(
+                f"{model.where(position)}: the output: expected {samples} rows, one a sample, got "
+                f"shape {tuple(self.z.shape)}: keep the samples on dim 0, also where there is one"
+            )
         with torch.enable_grad():
-            with checkpoints_inlined(), custom_functions_shown(), self._recorder:
-                self.z = model.call(arguments)
-            self._recorder.finish()
-            self.calls = hash(tuple(self._recorder.called))  # the functions called, in order
-            self._recorder.called.clear()
-            if not self.deviated and self.z.shape[0] != samples:
-                raise NoBatchAxis(
-                    f"the output: expected {samples} rows, one a sample, got shape "
-                    f"{tuple(self.z.shape)}: keep the samples on dim 0, also where there is one"
-                )
             self.value = self.z if self.deviated else head(self.z)
 
     @property
@@ -127,10 +125,10 @@ class RecordedGraph:
         if looped:
             for name, array in self.looped(outputs, range(self.samples), z=self.z).items():
                 found[name] = [Block(name, tuple(array.shape[2:]), array)]
-        return {
-            name: self._merged(name, found.get(name, []), len(outputs)).on(self.value.device)
-            for name in self._parameters
-        }
+        merged = {n: self._merged(n, found.get(n, []), len(outputs)) for n in self._parameters}
+        if self._on_several_devices:
+            merged = {name: term.on(self.value.device) for name, term in merged.items()}
+        return merged
 
     def pulled_back(self, cotangents: Tensor, *, keep_graph: bool = False) -> dict[str, Tensor]:
         """Return Jᵀ u by parameter, u of shape (B, Y), by one ordinary backward."""

@@ -23,7 +23,7 @@ def gradients(
     Args:
         cotangent: of the shape of `value`.
     """
-    if not value.requires_grad:
+    if not value.requires_grad or not wanted:
         return [None] * len(wanted)
     found: Sequence[Tensor | None] = torch.autograd.grad(
         value, wanted, cotangent, retain_graph=keep_graph, allow_unused=True

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from gradbox_engine.checkpoint import Checkpoint, Checkpoints, NoCheckpoints
 from gradbox_engine.errors import BadInputs, BadReduction
-from gradbox_engine.model.precision import accumulation_dtype
+from gradbox_engine.model.calling.blame import blaming
+from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.per_sample.kept_factors import (
     CrossGram,
-    CrossGramOfShards,
     Gram,
     KeepFactors,
     SmallerForm,
@@ -25,248 +24,188 @@ from gradbox_engine.per_sample.kept_factors import (
 )
 from gradbox_engine.per_sample.pieces import Sink
 from gradbox_engine.per_sample.planned_model import PlannedModel
-from gradbox_engine.per_sample.planning.model import CallableModel
 from gradbox_engine.per_sample.reductions import (
     ClippedSum,
     Collector,
     Directional,
     Norms,
     Projected,
+    PulledBack,
     ToArrays,
     ToSink,
     tangents_of,
 )
-from gradbox_engine.per_sample.request import OtherShards, Request, SampleResult
+from gradbox_engine.per_sample.request import Request, SampleResult
 from gradbox_engine.per_sample.result_facts import ResultFacts
-from gradbox_engine.per_sample.sample_loss import (
-    OneAfterTheOther,
-    SampleLoss,
-    Scaled,
-    check_given_apart,
-    pulled_back,
-    rows_of,
-)
+from gradbox_engine.per_sample.sample_loss import SampleLoss, Scaled, pulled_back, rows_of
 from gradbox_engine.per_sample.shard_run import ShardRun
-from gradbox_engine.requests import Observer, Shard, Silent
+from gradbox_engine.requests import Observer, Silent
 from gradbox_factors import Factored, projection_of
+
+BUDGET_BYTES = 2**30
 
 
 class PerSampleJob:
-    """One computation over shards."""
+    """One computation over shards; `state` is what another process goes on from."""
 
     def __init__(
         self,
-        model: CallableModel,
+        planned: PlannedModel,
+        positions: Sequence[Position],
         request: Request,
-        inputs: Sequence[Shard],
-        observer: Observer | None,
-        checkpoints: Checkpoints | None,
-        budget_bytes: int,
-        sink: Sink | None,
+        *,
+        loss: Callable[..., Tensor] | None = None,
+        loss_inputs: Mapping[str, Any] | None = None,
+        by_sample: Collection[str] | None = None,
+        observer: Observer | None = None,
+        checkpoints: Checkpoints | None = None,
+        budget_bytes: int = BUDGET_BYTES,
+        sink: Sink | None = None,
     ) -> None:
+        """Count the samples.
+
+        Args:
+            loss: whose rows are wanted; without one those of z.
+            by_sample: the loss inputs that have one row a sample; by default those of so many rows.
+
+        Raises:
+            BadReduction: a sink for what is not dense, or rows by other parameters.
+            NoBatchAxis: the samples of a shard cannot be found.
+        """
         may_be_dense = request.reduce == "none" and request.form in ("dense", "auto")
         if sink is not None and not may_be_dense:
             raise BadReduction("sink: expected none unless reduce='none' and rows may be dense")
-        if not len(inputs):
-            raise BadInputs("inputs: expected one shard or more, got none")
-        if isinstance(request.against, Factored):
-            check_names(tuple(model.parameters), request.against)
-        self._model, self._planned = model, PlannedModel(model)
-        self._request, self._inputs = request, inputs
-        self._others = request.against if isinstance(request.against, OtherShards) else None
-        self._observer = observer or Silent()
+        model = planned.model
+        self._against = request.against if isinstance(request.against, Factored) else None
+        if self._against is not None:
+            check_names(tuple(model.parameters), self._against)
+        self._model, self._planned, self._positions = model, planned, positions
+        self._request, self._observer = request, observer or Silent()
         self._checkpoints = checkpoints or NoCheckpoints()
         self._budget_bytes, self._sink = budget_bytes, sink
-        self._counts = [
-            self._planned.count(self._arguments(index), index)
-            for index in range(model.num_others + len(inputs))
-        ]
-        self._num_others = sum(self._counts[: model.num_others])  # samples
+        self._counts = [planned.count(position) for position in positions]
+        self.num_samples = sum(self._counts)
+        self._head: Callable[..., Tensor] = rows_of
+        if loss is not None:
+            losses = SampleLoss(loss, loss_inputs or {}, self._counts, by_sample=by_sample)
+            self._head = Scaled(losses) if model.in_float16 else losses
+        self._collector = self._new_collector()
+        self._facts = ResultFacts(set() if request.reduce == "vjp" else set(model.parameters))
 
-    def gradients(
-        self,
-        loss: Callable[..., Tensor],
-        loss_inputs: Mapping[str, Any],
-        *,
-        by_sample: Collection[str] | None = None,
-    ) -> SampleResult:
-        """Collect dℓ_b/dθ of every shard.
+    def run(self) -> SampleResult:
+        """Collect what the request asks for of every shard, and tell the observer of each.
 
-        Args:
-            by_sample: the loss inputs that have one row a sample; by default those of so many rows.
+        That all are done is left to the caller to tell.
         """
-        first = self._model.num_others
-        own = SampleLoss(loss, loss_inputs, self._counts[first:], by_sample=by_sample)
-        losses: SampleLoss | OneAfterTheOther = own
-        if self._others is not None:
-            given = self._others.loss_inputs
-            check_given_apart(loss_inputs, given, (sum(self._counts[first:]), self._num_others))
-            others = SampleLoss(loss, {**loss_inputs, **given}, self._counts[:first])
-            losses = OneAfterTheOther(others, own, first=first)
-        return self._collected(Scaled(losses) if self._model.in_float16 else losses)
-
-    def jacobians(self) -> SampleResult:
-        """Collect dz_by/dθ of every shard."""
-        if self._request.reduce == "vjp":
-            return self._pulled_back()
-        return self._collected(rows_of)
-
-    def _collected(self, head: Callable[[Tensor, int], Tensor]) -> SampleResult:
-        start = time.perf_counter()
-        collector = self._collector()
-        facts = ResultFacts(set(self._model.parameters))
-        found = self._resumed(facts)
-        if found is not None:
-            collector.begin(sum(self._counts), facts.outputs)
-            collector.resume(found)
-        for run in self._runs(head, first=facts.shards):
+        start, facts, collector = time.perf_counter(), self._facts, self._collector
+        self._resume()
+        for run in self._runs(first=facts.shards):
             outputs = run.graph.outputs
             if not facts.shards:
-                collector.begin(sum(self._counts), outputs)
+                collector.begin(self.num_samples, outputs)
             elif outputs != facts.outputs:
                 raise BadInputs(
-                    f"{self._model.where(facts.shards)}: expected {facts.outputs} outputs a sample "
-                    f"like {self._model.where(0)}, got {outputs}: pad the shards alike, or pool in "
-                    f"readout="
+                    f"{self._model.where(self._positions[facts.shards])}: expected {facts.outputs} "
+                    f"outputs a sample like {self._model.where(self._positions[0])}, got "
+                    f"{outputs}: pad the shards alike, or pool in readout="
                 )
-            for chunk in self._chunks(run, collector):
-                self._tell(facts.samples)
-                terms = run.terms(chunk, last=chunk.stop == outputs)
-                if isinstance(head, Scaled):
-                    while head.overflown(terms):
-                        run.start()
-                        terms = run.terms(chunk, last=True)
-                    terms = head.unscaled(terms, wide_rows=self._request.reduce != "none")
-                facts.unreached &= {name for name, term in terms.items() if term.rule == "zero"}
-                collector.take(terms, facts.samples, chunk)
-                del terms
-            facts.add(run, _values(run, head))
-            self._keep(facts, collector.state)
-        fields = collector.result(one_output=head is not rows_of)
-        return self._own(facts.result(tuple(self._model.parameters), start, **fields))
+            if isinstance(collector, PulledBack):
+                collector.add(self._pulled_back(run))
+            else:
+                self._collect(run)
+            facts.add(run, _values(run, self._head))
+            if self._checkpoints.due():
+                self._checkpoints.write(self.state())
+        fields = collector.result(one_output=self._head is not rows_of)
+        return facts.result(tuple(self._model.parameters), start, **fields)
 
-    def _own(self, result: SampleResult) -> SampleResult:
-        """Return the result as that of the job's own samples, with the others' values apart."""
-        if self._others is None or result.values is None:
-            return result
-        others, own = result.values.tensor_split([self._num_others])
-        return replace(
-            result, samples=result.samples - self._num_others, values=own, other_values=others
+    def state(self) -> Checkpoint:
+        """Return what another process goes on from, between two shards."""
+        return Checkpoint.of_sections(
+            facts=self._facts.state(),
+            plans=Checkpoint({}, {"states": self._planned.states()}),
+            rows=self._collector.state(self._facts.samples),
         )
 
-    def _pulled_back(self) -> SampleResult:
-        """Return Jᵀ u: one forward and one ordinary backward for each shard."""
-        start = time.perf_counter()
-        vectors, num_own = self._request.vectors, sum(self._counts) - self._num_others
-        if not isinstance(vectors, Tensor) or vectors.shape[:1] != (num_own,):
-            got = tuple(vectors.shape) if isinstance(vectors, Tensor) else type(vectors).__name__
-            raise BadReduction(
-                f"vectors: expected a tensor shaped like z, ({num_own}, ...), got {got}"
-            )
-        facts = ResultFacts(set())
-        resumed = self._resumed(facts)
-        kept, totals = KeepFactors(smaller=True), {}
-        if resumed is not None:
-            totals = dict(resumed.section("totals").tensors)
-            if "others" in resumed:
-                kept.resume(resumed.section("others"))
+    def _resume(self) -> None:
+        """Go on from what an earlier process left, if it left something."""
+        left = self._checkpoints.read()
+        if left is not None:
+            left = left.to(self._model.device)
+            self._facts.resume(left.section("facts"))
+            self._planned.resume(left.section("plans").facts["states"])
+            self._collector.begin(self.num_samples, self._facts.outputs)
+            self._collector.resume(left.section("rows"))
 
-        def state(_: int) -> Checkpoint:
-            sections = {"totals": Checkpoint(totals)}
-            if self._others is not None:
-                sections["others"] = kept.state(self._num_others)
-            return Checkpoint.of_sections(**sections)
+    def _runs(self, *, first: int) -> Iterator[ShardRun]:
+        positions = self._positions
+        for index in range(first, len(positions)):
+            self._tell(sum(self._counts[:index]))
+            head, loss = self._head_of(index), self._head is not rows_of
+            run = ShardRun(self._planned, positions[index], head, loss=loss)
+            self._model.feed.prefetch(positions[index + 1] if index + 1 < len(positions) else None)
+            yield run
 
-        for run in self._runs(rows_of, first=facts.shards):
-            graph = run.graph
-            at = facts.samples - self._num_others
-            if at < 0:
-                outputs = range(graph.outputs)
-                kept.take(run.terms(outputs, last=True), facts.samples, outputs)
-            else:
-                found = self._pulled_back_by(run, vectors[at : at + graph.samples])
-                for name, gradient in found.items():
-                    part = gradient.to(accumulation_dtype(gradient.dtype))
-                    totals[name] = totals[name] + part if name in totals else part
-            facts.add(run, graph.z.detach())
-            self._keep(facts, state)
-        totals = {n: x.to(self._model.parameters[n].dtype) for n, x in totals.items()}
-        against = self._request.against
-        if against is not None:
-            rows = against if isinstance(against, Factored) else kept.factors()
-            totals = {"jvp": rows.jvp(totals)}
-        return self._own(facts.result(tuple(self._model.parameters), start, arrays=totals))
+    def _head_of(self, index: int) -> Callable[..., Tensor]:
+        """Return what is differentiated of a shard, as a function of z."""
+        where = self._model.where(self._positions[index])
 
-    def _pulled_back_by(self, run: ShardRun, cotangents: Tensor) -> dict[str, Tensor]:
-        """Return a shard's Jᵀ u."""
-        graph = run.graph
+        def head(z: Tensor, first: int = 0) -> Tensor:
+            with blaming("the loss", where):
+                return self._head(z, index, first)
+
+        return head
+
+    def _collect(self, run: ShardRun) -> None:
+        """Take a shard's terms, of some outputs after the other."""
+        facts, head, outputs = self._facts, self._head, run.graph.outputs
+        for chunk in self._chunks(run):
+            self._tell(facts.samples)
+            terms = run.terms(chunk, last=chunk.stop == outputs)
+            if isinstance(head, Scaled):
+                while head.overflown(terms):
+                    run.start()
+                    terms = run.terms(chunk, last=True)
+                terms = head.unscaled(terms, wide_rows=self._request.reduce != "none")
+            facts.unreached &= {name for name, term in terms.items() if term.rule == "zero"}
+            self._collector.take(terms, facts.samples, chunk)
+            del terms
+
+    def _pulled_back(self, run: ShardRun) -> dict[str, Tensor]:
+        """Return a shard's Jᵀ u by one ordinary backward pass."""
+        graph, first = run.graph, self._facts.samples
+        cotangents = self._request.vectors[first : first + graph.samples]
         if cotangents.shape != graph.z.shape:
-            expected = (sum(self._counts) - self._num_others, *graph.z.shape[1:])
+            expected = (self.num_samples, *graph.z.shape[1:])
             raise BadReduction(
                 f"vectors: expected shape {expected}, got {tuple(self._request.vectors.shape)}"
             )
         cotangents = cotangents.reshape(graph.value.shape)
         with run.blaming_backward():
-            found = pulled_back(graph, cotangents, scaled=self._model.in_float16)
+            gradients = pulled_back(graph, cotangents, scaled=self._model.in_float16)
         run.check_alone()
-        return found
-
-    def _resumed(self, facts: ResultFacts) -> Checkpoint | None:
-        """Return the rows' part of what an earlier process left, and give the facts theirs."""
-        found = self._checkpoints.read()
-        if found is None:
-            return None
-        found = found.to(self._model.device)
-        facts.resume(found.section("facts"))
-        self._planned.resume(found.section("plans").facts["states"], self._arguments)
-        return found.section("rows")
-
-    def _keep(self, facts: ResultFacts, rows: Callable[[int], Checkpoint]) -> None:
-        """Write the state after a shard, if it is time; `rows` gives that of so many samples."""
-        if self._checkpoints.due():
-            self._checkpoints.write(
-                Checkpoint.of_sections(
-                    facts=facts.state(),
-                    plans=Checkpoint({}, {"states": self._planned.states()}),
-                    rows=rows(facts.samples),
-                )
-            )
-
-    def _runs(self, head: Callable[[Tensor, int], Tensor], *, first: int) -> Iterator[ShardRun]:
-        for index in range(first, len(self._counts)):
-            self._tell(sum(self._counts[:index]))
-            arguments = self._arguments(index)
-            yield ShardRun(
-                self._planned, arguments, index, _at(head, index), loss=head is not rows_of
-            )
-        self._tell(sum(self._counts))
-
-    def _arguments(self, index: int) -> dict[str, Any]:
-        """Return a shard's arguments; the first shards are the other ones."""
-        own = index - self._model.num_others
-        if own < 0 and self._others is not None:
-            return self._model.arguments(self._others.inputs[index])
-        return self._model.arguments(self._inputs[own])
+        return gradients
 
     def _tell(self, done: int) -> None:
-        self._observer.step("samples", done, sum(self._counts))
+        self._observer.step("samples", done, self.num_samples)
 
-    def _collector(self) -> Collector:
-        request = self._request
+    def _new_collector(self) -> Collector:
+        request, parameters = self._request, self._model.parameters
         if request.reduce == "norm":
             return Norms()
         if request.reduce == "projection":
             return Projected(projection_of(request.kind, request.dim or 1, request.seed))
         if request.reduce == "clipped_sum":
-            return ClippedSum(request.clip or 1.0, self._model.parameters)
+            return ClippedSum(request.clip or 1.0, parameters)
         if request.reduce == "jvp":
-            return Directional(tangents_of(request.vectors, self._model.parameters))
+            return Directional(tangents_of(request.vectors, parameters))
+        if request.reduce == "vjp":
+            check_cotangents(request.vectors, self.num_samples)
+            return PulledBack(parameters, self._against)
         if request.reduce in ("gram", "gram_trace"):
             trace = request.reduce == "gram_trace"
-            if isinstance(request.against, Factored):
-                return CrossGram(request.against, trace=trace)
-            if request.against is not None:
-                return CrossGramOfShards(self._num_others, trace=trace)
+            if self._against is not None:
+                return CrossGram(self._against, trace=trace)
             return Gram(trace=trace)
         if request.form in ("factored", "smaller"):
             return KeepFactors(smaller=request.form == "smaller")
@@ -275,21 +214,30 @@ class PerSampleJob:
             return dense
         return SmallerForm(dense, self._budget_bytes, samples=request.samples)
 
-    def _chunks(self, run: ShardRun, collector: Collector) -> Iterator[range]:
+    def _chunks(self, run: ShardRun) -> Iterator[range]:
         """Cut the outputs so that half the budget holds their gradients."""
         outputs, each_bytes = run.graph.outputs, max(1, run.graph.gradient_bytes())
-        whole = collector.whole(outputs * each_bytes)
+        whole = self._collector.whole(outputs * each_bytes)
         step = max(1, outputs if whole else self._budget_bytes // 2 // each_bytes)
         for first in range(0, outputs, step):
             yield range(first, min(first + step, outputs))
 
 
-def _values(run: ShardRun, head: Callable[[Tensor, int], Tensor]) -> Tensor:
+def check_cotangents(vectors: Any, num_samples: int) -> None:
+    """Refuse what has not one row a sample.
+
+    Raises:
+        BadReduction: it is no tensor, or has another number of rows.
+    """
+    if not isinstance(vectors, Tensor) or vectors.shape[:1] != (num_samples,):
+        got = tuple(vectors.shape) if isinstance(vectors, Tensor) else type(vectors).__name__
+        raise BadReduction(
+            f"vectors: expected a tensor shaped like z, ({num_samples}, ...), got {got}"
+        )
+
+
+def _values(run: ShardRun, head: Callable[..., Tensor]) -> Tensor:
     """Return a shard's losses, or its z."""
     if isinstance(head, Scaled):
         return head.losses
     return (run.graph.z if head is rows_of else run.graph.value[:, 0]).detach()
-
-
-def _at(head: Callable[..., Tensor], index: int) -> Callable[..., Tensor]:
-    return lambda z, first=0: head(z, index, first)

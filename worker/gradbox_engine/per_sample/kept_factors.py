@@ -1,10 +1,9 @@
 """Collectors that keep a shard's terms as they are: factors, and the Grams that are made of them.
 
-With rows J' of an earlier job, or of other shards of this one, which come first, a shard's terms
-are multiplied with each piece of these and dropped, so neither side's rows are ever dense, and of
-this side's factors one shard's are in memory. Sums over pairs of positions that lose their digits
-are made anew from rows, a pair of pieces at a time. Cost: that of a Gram of B + B' samples less the
-two squares.
+With rows J' of an earlier job a shard's terms are multiplied with each piece of these and dropped,
+so neither side's rows are ever dense, and of this side's factors one shard's are in memory. Sums
+over pairs of positions that lose their digits are made anew from rows, a pair of pieces at a time.
+Cost: that of a Gram of B + B' samples less the two squares.
 
 Shapes: B samples over all shards and Y outputs of this job, B' and Y' of the other.
 """
@@ -161,43 +160,6 @@ class CrossGram(Collector):
     def result(self, *, one_output: bool) -> dict[str, Any]:
         gram = torch.cat(self._parts)
         return {"arrays": {"gram": gram[:, 0, :, 0] if one_output else gram}}
-
-
-class CrossGramOfShards(Collector):
-    """The same with rows of this job: those of the first `others` samples are kept as factors."""
-
-    def __init__(self, others: int, *, trace: bool) -> None:
-        self._num_others, self._trace = others, trace
-        self._kept = KeepFactors(smaller=True)
-        self._cross: CrossGram | None = None
-
-    def whole(self, gradient_bytes: int) -> bool:
-        return True
-
-    def take(self, terms: Terms, first_sample: int, outputs: range) -> None:
-        if first_sample < self._num_others:
-            self._kept.take(terms, first_sample, outputs)
-        else:
-            self._product().take(terms, first_sample - self._num_others, outputs)
-
-    def state(self, samples: int) -> Checkpoint:
-        sections = {"others": self._kept.state(samples)}
-        if self._cross is not None:
-            sections["own"] = self._cross.state(samples - self._num_others)
-        return Checkpoint.of_sections(**sections)
-
-    def resume(self, found: Checkpoint) -> None:
-        self._kept.resume(found.section("others"))
-        if "own" in found:
-            self._product().resume(found.section("own"))
-
-    def result(self, *, one_output: bool) -> dict[str, Any]:
-        return self._product().result(one_output=one_output)
-
-    def _product(self) -> CrossGram:
-        if self._cross is None:
-            self._cross = CrossGram(self._kept.factors(), trace=self._trace)
-        return self._cross
 
 
 def check_names(names: Sequence[str], other: Factored) -> None:

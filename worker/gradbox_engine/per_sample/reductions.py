@@ -20,7 +20,7 @@ from gradbox_engine.checkpoint import Checkpoint
 from gradbox_engine.errors import BadReduction
 from gradbox_engine.model.precision import accumulation_dtype
 from gradbox_engine.per_sample.pieces import Pieces, Sink
-from gradbox_factors import DenseProjection, Sketch, Term, projected, squared_norms
+from gradbox_factors import DenseProjection, Factored, Sketch, Term, projected, squared_norms
 from gradbox_factors.factored import summed_rows
 from gradbox_factors.sums import common_dtype
 
@@ -266,6 +266,33 @@ class ClippedSum(Collector):
             "arrays": {n: x.to(self._parameters[n].dtype) for n, x in self._totals.items()},
             "parameter_norms": {"": torch.cat(self._norms).squeeze(1)},
         }
+
+
+class PulledBack(Collector):
+    """Jᵀ u by parameter, of gradients and not of terms; with rows J' of another job J' Jᵀ u."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], against: Factored | None) -> None:
+        self._parameters, self._against = parameters, against
+        self._totals: dict[str, Tensor] = {}
+
+    def add(self, gradients: Mapping[str, Tensor]) -> None:
+        """Add a shard's."""
+        for name, gradient in gradients.items():
+            part = gradient.to(accumulation_dtype(gradient.dtype))
+            self._totals[name] = self._totals[name] + part if name in self._totals else part
+
+    def take(self, terms: Terms, first_sample: int, outputs: range) -> None:
+        raise NotImplementedError
+
+    def state(self, samples: int) -> Checkpoint:
+        return Checkpoint(self._totals)
+
+    def resume(self, found: Checkpoint) -> None:
+        self._totals = dict(found.tensors)
+
+    def result(self, *, one_output: bool) -> dict[str, Any]:
+        totals = {n: x.to(self._parameters[n].dtype) for n, x in self._totals.items()}
+        return {"arrays": totals if self._against is None else {"jvp": self._against.jvp(totals)}}
 
 
 def _device(terms: Terms) -> torch.device:

@@ -30,11 +30,13 @@ ARGUMENTS = {
 class OtherShards:
     """Shards whose rows a call makes first and keeps as factors, to multiply its own with.
 
-    `loss_inputs` are what the loss reads for them, in place of the call's own of the same names.
+    `loss_inputs` are what the loss reads for them, in place of the call's own of the same names;
+    `streams` the numbers (k, i) of their random streams, by default 1 and the shard's.
     """
 
     inputs: Sequence[Mapping[str, Any]]
     loss_inputs: Mapping[str, Any] = field(default_factory=dict)
+    streams: Sequence[tuple[int, int]] | None = None
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ Shapes: B samples over all shards, b of one, Y outputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -41,28 +41,14 @@ def rows_of(z: Tensor, index: int, first: int = 0) -> Tensor:
     return z.reshape(z.shape[0], -1)
 
 
-@dataclass(frozen=True)
-class OneAfterTheOther:
-    """The losses of two runs of shards, the second of which begins with shard `first`."""
-
-    others: SampleLoss
-    own: SampleLoss
-    first: int
-
-    def __call__(self, z: Tensor, index: int, first: int = 0) -> Tensor:
-        if index < self.first:
-            return self.others(z, index, first)
-        return self.own(z, index - self.first, first)
-
-
 def check_given_apart(
     own: Mapping[str, Any], others: Mapping[str, Any], counts: Sequence[int]
 ) -> None:
-    """Refuse a tensor with one row a sample that both runs of shards would be cut from.
+    """Refuse a tensor with one row a sample that both groups of shards would be cut from.
 
     Args:
-        others: what the loss reads for the others in place of its own.
-        counts: the samples of each run.
+        others: what the loss reads for the other group in place of its own.
+        counts: the samples of each group.
 
     Raises:
         BadReduction: there is one.
@@ -126,7 +112,7 @@ def rows_by_sample(inputs: Mapping[str, Any], samples: int) -> set[str]:
 class Scaled:
     """A loss of a shard as (b, 1), scaled for every sample; divides terms by the scales."""
 
-    def __init__(self, loss: SampleLoss | OneAfterTheOther) -> None:
+    def __init__(self, loss: SampleLoss) -> None:
         self._loss = loss
         self._scales = self._losses = torch.empty(0)
         self._tried = torch.empty(0)  # how many scales of each sample were too large

@@ -1,17 +1,18 @@
 """A shard run forward by its plan, and its rows checked against autograd.
 
-What is compared (`planning.verify`), and when:
+What is compared (`planning.verify`) is decided once, when the shard's graph is there:
 
-    all rows    of a parameter, on the first shard where its gradient is not zero under a new plan;
-                of all parameters, on every shard where data decide which samples go where, and on
-                a shard that calls other functions than those confirmed
-    one row     of a sample drawn by the job's seed, in every job on the first shard of each shape
-    one z       of that sample called alone against the batch's: there, and wherever rows are
-                compared on every shard or under other calls. Then the row is compared in the graph
-                of this call; where the forward pass draws random numbers or rounds to 16 bits, or
-                the model takes no sample alone, in the shard's own graph and no z is
-    the loss    that it keeps samples apart: by numbers on every shard, by its derivative on the
-                first of each shape
+    nothing           under a plan that this job has compared before
+    one row alone     the first shard of each shape in a job: z of a sample drawn by the job's seed
+                      is that of a call on it alone, and its row autograd's in that call's graph
+    one row in graph  the same where the forward pass draws random numbers or rounds to 16 bits, or
+                      the model takes no sample alone: the row is autograd's in the shard's graph
+    all rows          until a shard with these calls has confirmed every parameter, by a gradient
+                      that is not zero; and on every shard where data decide which samples go where.
+                      Where samples can be called alone, z of the drawn one is compared as well
+
+That the loss keeps samples apart is seen by numbers on every shard, and by its derivative wherever
+rows are compared.
 
 Where rows or z differ, the plan is made anew on the shard at hand, which replaces a sample and may
 name the module that couples it with others. Else another z is refused, and after other rows
@@ -29,17 +30,17 @@ one sample shows it; else in the drawn sample alone, unless this is the one on w
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import dataclass
-from typing import Any
+from enum import Enum, auto
 
 import torch
 from torch import Tensor
 
 from gradbox_engine.errors import CoupledSamples
 from gradbox_engine.model.calling.blame import blaming
-from gradbox_engine.per_sample.backward import RecordedGraph, Terms
+from gradbox_engine.model.calling.shard_feed import Position
+from gradbox_engine.per_sample.backward import Head, RecordedGraph, Terms
 from gradbox_engine.per_sample.gradients import leaf_gradients
-from gradbox_engine.per_sample.planned_model import Head, PlannedModel
+from gradbox_engine.per_sample.planned_model import PlannedModel
 from gradbox_engine.per_sample.planning.plan import Plan
 from gradbox_engine.per_sample.planning.probe_runs import SAMPLES
 from gradbox_engine.per_sample.planning.verify import (
@@ -55,17 +56,14 @@ from gradbox_engine.per_sample.planning.verify import (
 )
 from gradbox_factors import Block
 
-Parameters = dict[str, Tensor]
 
+class Compared(Enum):
+    """What of a shard's rows is compared with autograd's."""
 
-@dataclass(frozen=True)
-class Checks:
-    """What of a shard is compared, decided once when its graph is there."""
-
-    whole: Parameters  # the parameters of which all rows are
-    row: Parameters  # those of which the drawn sample's row is
-    alone: bool  # whether the drawn sample is called alone, and its z compared
-    first: bool  # whether the shard is the job's first of its shape
+    NOTHING = auto()
+    ONE_ROW_ALONE = auto()
+    ONE_ROW_IN_GRAPH = auto()
+    ALL_ROWS = auto()
 
 
 class ShardRun:
@@ -80,25 +78,24 @@ class ShardRun:
         NoBatchAxis: the samples cannot be found.
     """
 
-    def __init__(
-        self, model: PlannedModel, arguments: dict[str, Any], index: int, head: Head, *, loss: bool
-    ) -> None:
-        self._model, self._arguments, self._index = model, arguments, index
-        self._head, self._loss = head, loss
+    def __init__(self, model: PlannedModel, position: Position, head: Head, *, loss: bool) -> None:
+        self._model, self._position, self._head, self._loss = model, position, head, loss
         self._parameters, self._seed = model.model.parameters, model.model.options.seed
         self._coupling_refused = "coupling" not in model.model.unchecked
+        self._confirmed: set[str] = set()  # by the outputs so far
+        self._used = self._model.plan(position)
+        self._first, self._used.first = self._used.first, False
         self.graph: RecordedGraph
         self.start()
 
     def start(self) -> None:
         """Run the shard forward, again where it has run."""
-        self._used = self._model.plan(self._arguments, self._index)
-        self._confirmed: set[str] = set()  # by the outputs so far
+        self._confirmed.clear()
         self.graph = self._graph()
         if self.graph.deviated:
-            self._plan_anew(on_all_samples=True)
+            self._plan_anew(samples=self._model.count(self._position))
         else:
-            self._checks = self._decided()
+            self._compared = self._decided()
         if self._loss and self._coupling_refused:
             check_head(self.graph.z.detach(), self.graph.value.detach(), self._head)
 
@@ -118,7 +115,7 @@ class ShardRun:
 
     def blaming_backward(self) -> blaming:
         """Return the context in which errors are those of this shard's backward pass."""
-        return blaming("the backward pass", self._model.model.where(self._index))
+        return blaming("the backward pass", self._model.model.where(self._position))
 
     def check_alone(self) -> None:
         """Do the check of z for a job that takes no terms, on its first shard of a shape.
@@ -129,22 +126,24 @@ class ShardRun:
             CoupledSamples: z of the drawn sample called alone is not that of the batch.
         """
         row = draw_row(self.graph.z, None, range(self.graph.outputs), seed=self._seed)
-        if row is not None and self._checks.alone and self._checks.first:
+        if row is not None and self._first and self._calls_alone():
             self._called_alone(row.sample)
 
     def _terms(self, outputs: range, *, last: bool) -> Terms:
-        whole = self._checks.whole
-        of_row = {} if outputs.start else self._checks.row
-        alone = last and self._checks.alone
-        if not (whole or of_row or alone):
+        all_rows = self._compared is Compared.ALL_ROWS
+        one_row = self._compared is not Compared.NOTHING and not all_rows and not outputs.start
+        alone = last and (
+            self._compared is Compared.ONE_ROW_ALONE or (all_rows and self._calls_alone())
+        )
+        if not (all_rows or one_row or alone):
             return self._graph_terms(outputs, keep_graph=not last)
         slopes = self._slopes()
-        row = draw_row(self.graph.z, slopes, outputs, seed=self._seed) if of_row or alone else None
-        in_graph = bool(whole) or (row is not None and not alone)
+        row = draw_row(self.graph.z, slopes, outputs, seed=self._seed) if one_row or alone else None
+        in_graph = all_rows or (row is not None and not alone)
         terms = self._graph_terms(outputs, keep_graph=in_graph or not last, slopes=slopes)
-        if whole:
-            wrong = self._compared(terms, whole, slopes, outputs)
-            if wrong and self._used.made_on != self._index:
+        if all_rows:
+            wrong = self._wrong(terms, slopes, outputs)
+            if wrong and self._used.made_on != self._position:
                 return self._terms_anew(outputs, last=last)
             if wrong:
                 terms = self._looped(wrong, outputs)
@@ -153,47 +152,53 @@ class ShardRun:
             z = self._called_alone(row.sample) if alone else None
             if self._used is not used:  # a new plan, under which no sample is called alone
                 return self._terms(outputs, last=last)
-            if of_row and not self._row_holds(row, of_row, terms, z):
+            if one_row and not self._row_holds(row, terms, z):
                 return self._terms_anew(outputs, last=last)
         if last:
             self.graph.free()
-            self.plan.unconfirmed -= self._confirmed
-            if whole or row is not None:
-                self.plan.confirmed_calls.add(self.graph.calls)
+            if all_rows:
+                self.plan.confirmed.setdefault(self.graph.calls, set()).update(self._confirmed)
         return terms
 
-    def _decided(self) -> Checks:
+    def _decided(self) -> Compared:
         """Decide what is compared of this shard."""
-        plan, first = self.plan, not self._used.checked
-        self._used.checked = True
         if "self" in self._model.model.unchecked:
-            return Checks({}, {}, alone=False, first=first)
-        unknown = plan.compares_always or self.graph.calls not in plan.confirmed_calls
-        ruled = {name: p for name, p in self._parameters.items() if name not in plan.loops}
-        whole = {name: p for name, p in ruled.items() if unknown or name in plan.unconfirmed}
-        row = {name: p for name, p in ruled.items() if first and name not in whole}
-        callable_alone = plan.alone and self._coupling_refused and self.graph.samples > 1
-        return Checks(whole, row, alone=callable_alone and (first or unknown), first=first)
+            return Compared.NOTHING
+        confirmed = self.plan.confirmed.get(self.graph.calls)
+        if self.plan.compares_always or confirmed is None or not self._ruled().keys() <= confirmed:
+            return Compared.ALL_ROWS
+        if not self._first:
+            return Compared.NOTHING
+        return Compared.ONE_ROW_ALONE if self._calls_alone() else Compared.ONE_ROW_IN_GRAPH
+
+    def _calls_alone(self) -> bool:
+        """Return whether a sample can be called alone, to compare its z."""
+        checks = self._model.model.unchecked
+        return self.plan.alone and not checks and self.graph.samples > 1
+
+    def _ruled(self) -> dict[str, Tensor]:
+        """Return the parameters that are not looped over."""
+        return {name: p for name, p in self._parameters.items() if name not in self.plan.loops}
 
     def _slopes(self) -> Tensor | None:
-        """Return ∂ℓ_b/∂z_b, None for z's entries; the first time, see that they are of b alone."""
+        """Return ∂ℓ_b/∂z_b, having seen that they are of b alone; None for z's entries."""
         if not self._loss:
             return None
         z, value = self.graph.z, self.graph.value
         slopes = loss_slopes(z, value)
-        if slopes is not None and self._coupling_refused and self._checks.first:
+        if slopes is not None and self._coupling_refused:
             check_slopes(z, value, slopes, seed=self._seed)
         return slopes
 
-    def _compared(
-        self, terms: Terms, parameters: Parameters, slopes: Tensor | None, outputs: range
-    ) -> Set[str]:
+    def _wrong(self, terms: Terms, slopes: Tensor | None, outputs: range) -> Set[str]:
         """Compare all rows with autograd's, and return the parameters whose rows differ."""
         value_BY = self.graph.value[:, outputs.start : outputs.stop]
-        expected = reference(slopes, value_BY, parameters, leaves=self._parameters, seed=self._seed)
-        found = compare(expected, terms, rounding=self.plan.rounding)
-        self._confirmed |= found.confirmed | found.wrong
-        return found.wrong
+        expected = reference(
+            slopes, value_BY, self._ruled(), leaves=self._parameters, seed=self._seed
+        )
+        comparison = compare(expected, terms, rounding=self.plan.rounding)
+        self._confirmed |= comparison.confirmed
+        return comparison.wrong
 
     def _looped(self, wrong: Set[str], outputs: range) -> Terms:
         """Return the terms with those of some parameters by one backward pass a sample."""
@@ -204,16 +209,15 @@ class ShardRun:
             self.graph = self._graph()
         return self._graph_terms(outputs, keep_graph=True)
 
-    def _row_holds(
-        self, row: DrawnRow, parameters: Parameters, terms: Terms, z: Tensor | None
-    ) -> bool:
+    def _row_holds(self, row: DrawnRow, terms: Terms, z: Tensor | None) -> bool:
         """Compare the drawn row with autograd's, from z of its sample alone or in the graph."""
         cotangent, in_graph = row.cotangent, z is None
         if z is None:
             z, cotangent = self.graph.z, torch.zeros_like(self.graph.z)
             cotangent[row.sample : row.sample + 1] = row.cotangent
-        leaves = self._parameters
-        gradients = leaf_gradients(z, parameters, cotangent, leaves=leaves, keep_graph=in_graph)
+        gradients = leaf_gradients(
+            z, self._ruled(), cotangent, leaves=self._parameters, keep_graph=in_graph
+        )
         samples = slice(row.sample, row.sample + 1)
         rows = {
             name: terms[name].narrow(samples, slice(0, terms[name].outputs)) for name in gradients
@@ -232,10 +236,10 @@ class ShardRun:
         """
         self.graph.free()  # before a call that restores the buffers, which the graph may read
         expected = self.graph.z
-        z = self._model.called_alone(self.plan, self._arguments, self._index, sample)
+        z = self._model.called_alone(self.plan, self._position, sample)
         if z is None or z.shape[1:] != expected.shape[1:] or len(z) != 1:
             self.plan.alone = False
-            if self._checks.row:
+            if self._compared is Compared.ONE_ROW_ALONE:
                 self.graph = self._graph()
             return None
         change = output_change(z, expected, sample, rounding=self.plan.rounding)
@@ -243,7 +247,7 @@ class ShardRun:
             return z
         self._plan_anew()  # which names the module, where a replaced sample shows it
         if self.plan.alone:
-            where = self._model.model.where(self._index)
+            where = self._model.model.where(self._position)
             raise CoupledSamples(
                 f"{where}: expected z of sample {sample} called alone to be that of the batch, got "
                 f"one that differs by {change:.2g} of its norm: the samples decide something for "
@@ -271,9 +275,7 @@ class ShardRun:
             return terms
         finite = [array.flatten(1).isfinite().all(1) for array in arrays.values()]
         for sample in (~torch.stack(finite).all(0)).nonzero()[:, 0].tolist():
-            z = self._model.called_alone(
-                self.plan, self._arguments, self._index, sample, in_every_place=True
-            )
+            z = self._model.called_alone(self.plan, self._position, sample, in_every_place=True)
             if z is not None and z.shape == self.graph.z.shape:
                 for name, row in self.graph.looped(outputs, [sample], z=z).items():
                     arrays[name][sample] = row[0]
@@ -284,17 +286,17 @@ class ShardRun:
         self._plan_anew()
         return self._terms(outputs, last=last)
 
-    def _plan_anew(self, *, on_all_samples: bool = False) -> None:
-        samples = self._model.count(self._arguments, self._index) if on_all_samples else SAMPLES
+    def _plan_anew(self, *, samples: int = SAMPLES) -> None:
         self.graph.free()  # one graph at a time
         self._confirmed.clear()
-        self._used = self._model.plan_anew(self._arguments, self._index, samples=samples)
+        self._used = self._model.plan_anew(self._position, samples=samples)
+        self._used.first = False
         self.graph = self._graph()
         if self.graph.deviated:
             why = "the model's calls differ from run to run"
             self.plan.loop_over_all(self._parameters, why)
             self.graph = self._graph()
-        self._checks = self._decided()
+        self._compared = self._decided()
 
     def _graph(self) -> RecordedGraph:
-        return self._model.graph(self._used.plan, self._arguments, self._index, self._head)
+        return self._model.graph(self.plan, self._position, self._head)

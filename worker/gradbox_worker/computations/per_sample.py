@@ -100,22 +100,14 @@ def rows_go_to_file(spec: Spec) -> bool:
     return spec.form != "factored" and spec.reduce == "none"
 
 
-def how_called(
-    spec: Spec, calls: Mapping[str, Any], *, rows: Group, others: Group | None
-) -> dict[str, Any]:
+def how_called(spec: Spec, calls: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the engine is told of the calls of the model.
 
     Args:
-        calls: the job's `call_options`. The streams of rows are those of their shards.
+        calls: the job's `call_options`. Its rows' random numbers are always those of their shards.
     """
-    return {
-        **calls,
-        # In the order in which they run: other ones first.
-        "streams": [*((others and others.streams) or ()), *(rows.streams or ())],
-        "wrt": spec.wrt,
-        "method": spec.inputs[0].method,
-        "unchecked": spec.unchecked,
-    }
+    named = {name: value for name, value in calls.items() if name != "streams"}
+    return {**named, "wrt": spec.wrt, "unchecked": spec.unchecked}
 
 
 def _against(job: LoadedJob, spec: Spec, others: Group | None) -> Factored | OtherShards | None:
@@ -123,7 +115,7 @@ def _against(job: LoadedJob, spec: Spec, others: Group | None) -> Factored | Oth
         return stored_rows(job.work.earlier_result, of=spec.against, device=job.device)
     if others is None:
         return None
-    return OtherShards(others.shards, other_loss_inputs(spec, job.tensors))
+    return OtherShards(others.shards, other_loss_inputs(spec, job.tensors), others.streams)
 
 
 def _shared(job: LoadedJob, spec: Spec, *, squeezed: bool) -> dict[str, Any]:
@@ -137,8 +129,10 @@ def _shared(job: LoadedJob, spec: Spec, *, squeezed: bool) -> dict[str, Any]:
         "dim": spec.dim,
         "kind": spec.kind,
         "against": _against(job, spec, others),
+        "method": rows.method,
+        "streams": rows.streams,
         "projection_seed": spec.seed,
-        **how_called(spec, job.calls, rows=rows, others=others),
+        **how_called(spec, job.calls),
         "observer": progress,
         "checkpoints": job.checkpoints,
         "budget_bytes": int(job.result_memory_bytes * ENGINE_SHARE),

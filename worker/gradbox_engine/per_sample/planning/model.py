@@ -1,14 +1,14 @@
-"""A model set up for the per-sample work of one job, called, and put back.
+"""A model made ready for the rows of one job.
 
-Setting up and putting back cost the same for one shard as for a thousand, so both happen once.
+Shards go through the same feed and the same calls as those of a set gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -16,177 +16,117 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map
 
 from gradbox_engine.errors import BadInputs, NoBatchAxis
-from gradbox_engine.model.calling.calls import entry_point
-from gradbox_engine.model.calling.outputs import BARE, as_outputs, choose
-from gradbox_engine.model.calling.shard_feed import call_arguments
-from gradbox_engine.model.calling.shard_rng import begin_stream
-from gradbox_engine.model.kernels import compiled_code_run_eagerly
-from gradbox_engine.model.precision import AUTOCAST, accumulation_dtype, autocast, passes_float16
-from gradbox_engine.model.prepared import configured, model_device
-from gradbox_engine.model.state.buffers import Buffers
+from gradbox_engine.model.calling.outputs import BARE
+from gradbox_engine.model.calling.shard_feed import Position
+from gradbox_engine.model.kernels import checkpoints_inlined, compiled_code_run_eagerly
+from gradbox_engine.model.precision import AUTOCAST, accumulation_dtype, passes_float16
+from gradbox_engine.model.prepared import Prepared, prepared
 from gradbox_engine.model.tensor_equality import strided_parts
 from gradbox_engine.model.weights import wide_dtype
 from gradbox_engine.model.wrt import INPUTS, select
-from gradbox_engine.requests import CallOptions, Mode, Precision
+from gradbox_engine.requests import CallKeywords, CallOptions, Group, Shard
 
 CHECKS = frozenset({"coupling", "self"})
-
-CALL_ERRORS = (
-    RuntimeError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    AssertionError,
-    ArithmeticError,
-)
-"""What a model may raise at a number of samples, or at numbers, that it is not made for."""
+NOTHING = nullcontext()
 
 
 @contextmanager
 def callable_model(
     model: nn.Module,
+    groups: Sequence[Group],
     *,
-    seed: int = 0,
-    mode: Mode = "eval",
     wrt: Sequence[str] | None = None,
-    precision: Precision = "fp32",
-    output: str | int | None = None,
-    readout: Callable[[Any, dict[str, Any]], Any] | None = None,
-    weights: Mapping[str, Tensor] | None = None,
-    method: str = "forward",
     unchecked: Sequence[str] = (),
-    streams: Sequence[tuple[int, int]] | None = None,
-    others: int = 0,
-    first_shard: int = 0,
-    in_against: bool = False,
+    **options: Unpack[CallKeywords],
 ) -> Iterator[CallableModel]:
     """Set a model up, with requires_grad on the wanted parameters alone, and put it back.
 
     Args:
         unchecked: checks to leave out: "coupling" (no sample sees another) and "self" (the rows
             are compared with autograd's gradient).
-        streams: the numbers (k, i) that each shard's random stream is derived from; by default
-            those of group 0, and 1 for other shards.
-        others: how many of the first shards are other ones, see `OtherShards`.
-        first_shard: the number of the first own shard in the job, where these are a range of it.
-        in_against: whether the own shards are others of the job, whose rows come first.
 
     Raises:
         BadInputs: `unchecked` names something else, `wrt` inputs, or the model has no such method.
     """
     if not CHECKS.issuperset(unchecked):
         raise BadInputs(f"unchecked: expected some of {sorted(CHECKS)}, got {sorted(unchecked)}")
-    options = CallOptions(
-        seed=seed, mode=mode, precision=precision, output=output, readout=readout, weights=weights
-    )
     selection = select(model, wrt)
     _refuse_inputs([name for name, needed in selection.input_patterns.items() if needed])
-    parameters: dict[str, Tensor] = dict(selection.parameters)
-    _refuse_other_parameters(parameters)
-    device = model_device(model)
-    with configured(model, parameters, options), compiled_code_run_eagerly():
+    _refuse_other_parameters(selection.parameters)
+    call_options = CallOptions(**options)
+    with prepared(model, groups, selection, call_options) as ready, compiled_code_run_eagerly():
         for module in model.modules():
             if isinstance(module, nn.EmbeddingBag):
                 module.sparse = False  # which neither vmap nor a batched backward pass knows
-        yield CallableModel(
-            model,
-            parameters,
-            options,
-            device,
-            method,
-            frozenset(unchecked),
-            streams,
-            others,
-            first_shard,
-            in_against,
-        )
+        yield CallableModel(ready, dict(selection.parameters), frozenset(unchecked))
 
 
 class CallableModel:
-    """One model that is set up, and its buffers as the job found them."""
+    """One model that is set up."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        parameters: dict[str, Tensor],
-        options: CallOptions,
-        device: torch.device,
-        method: str,
-        unchecked: frozenset[str],
-        streams: Sequence[tuple[int, int]] | None,
-        others: int,
-        first_shard: int,
-        in_against: bool,
+        self, ready: Prepared, parameters: dict[str, Tensor], unchecked: frozenset[str]
     ) -> None:
-        self.model, self.parameters = model, parameters
-        self.options, self.device, self.unchecked = options, device, unchecked
-        self._streams, self.num_others = streams, others
-        self._first_shard, self._in_against = first_shard, in_against
+        self.model, self.parameters, self.unchecked = ready.model, parameters, unchecked
+        self.options, self.device, self.feed = ready.options, ready.device, ready.feed
+        self.on_several_devices = len(ready.devices) > 1
+        self.where = ready.calls.where
         # The narrowest dtype of a product.
-        self.rounding = AUTOCAST.get(options.precision, torch.float64)
-        self.in_float16 = passes_float16(model, options.precision)
+        self.rounding = AUTOCAST.get(ready.options.precision, torch.float64)
+        self.in_float16 = passes_float16(ready.model, ready.options.precision)
         self.hooked = tuple(name for name, p in parameters.items() if p._backward_hooks)
-        self._buffers = Buffers(model)
-        self._method = method
-        self._entry = entry_point(model, method, "method")
+        self._groups, self._calls, self._buffers = ready.calls.groups, ready.calls, ready.buffers
 
-    def arguments(self, shard: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a shard's arguments on the model's device, in the job's precision."""
-        wide = self.options.widened
+    def shard(self, position: Position) -> Shard:
+        """Return a shard where it lies, to be looked at and not called with."""
+        return self._groups[position.group].shards[position.shard]
 
-        def moved(value: Any) -> Any:
+    def copied(self, part: Shard) -> dict[str, Any]:
+        """Return copies of some samples of a shard, on the device and in the job's precision."""
+
+        def copy(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            dtype = wide_dtype(value.dtype) if wide else value.dtype
-            return value.detach().to(self.device, dtype)
+            dtype = wide_dtype(value.dtype) if self.options.widened else value.dtype
+            return value.detach().to(self.device, dtype, copy=True)
 
-        return {name: tree_map(moved, value) for name, value in shard.items()}
+        return {name: tree_map(copy, value) for name, value in part.items()}
 
-    def begin_stream(self, index: int) -> None:
-        """Begin the random stream of shard `index`; leaving the model puts the generators back."""
-        own = index - self.num_others
-        default = (0, own + self._first_shard) if own >= 0 else (1, index)
-        group, shard = default if self._streams is None else self._streams[index]
-        begin_stream(self.options.seed, group, shard)
-
-    def where(self, index: int) -> str:
-        """Return how a message calls shard `index`."""
-        own = index - self.num_others
-        shard = f"shard {own + self._first_shard if own >= 0 else index}"
-        return f"{shard} of those in against" if own < 0 or self._in_against else shard
-
-    def call(self, arguments: dict[str, Any]) -> Tensor:
-        """Return z of one shard, one row a sample, in float32 or wider.
-
-        Args:
-            arguments: `copied` ones, to which the model may write.
-        """
-        by_place, by_name = call_arguments(arguments)
-        readout, precision = self.options.readout, self.options.precision
-        with torch.enable_grad(), autocast(precision, self.device):
-            value = choose(self._entry(*by_place, **by_name), self.options.output)
-        if readout is not None:  # for itself: a model may leave gradients switched off
-            with torch.enable_grad(), autocast(precision, self.device):
-                value = readout(value, arguments)
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            source = "model" if readout is None else "readout"
-            value = as_outputs(value, source=source).get(BARE)
-        if value is None or value.dim() == 0:
-            raise NoBatchAxis(
-                "per-sample quantities need one output tensor whose dim 0 counts samples, got "
-                f"{'several' if value is None else 'a single number'}: use output= or readout="
-            )
-        found: Tensor = value
-        narrow = found.dtype in (torch.float16, torch.bfloat16)
-        return found.to(accumulation_dtype(found.dtype)) if narrow else found
+    def begin(self, position: Position) -> None:
+        """Begin a shard's random stream, as its call does."""
+        self._calls.begin(position)
 
     def restore_buffers(self) -> None:
-        """Give every buffer the value it had when the job began, and no graph."""
+        """Give the buffers the values that they had when the job began."""
         self._buffers.restore(self._buffers.first)
 
+    def call(
+        self,
+        position: Position,
+        arguments: dict[str, Any],
+        *,
+        observed: AbstractContextManager[object] = NOTHING,
+    ) -> Tensor:
+        """Return z of a shard, or of some of its samples: one row a sample, in float32 or wider.
+
+        Args:
+            arguments: copies, to which the model may write.
+            observed: a function mode, which sees what the model calls.
+        """
+        with torch.enable_grad(), checkpoints_inlined():
+            with observed:
+                outputs = self._calls(position, arguments).outputs
+            z = outputs.get(BARE)
+            if z is None or z.dim() == 0:
+                raise NoBatchAxis(
+                    "per-sample quantities need one output tensor whose dim 0 counts samples, got "
+                    f"{'several' if z is None else 'a single number'}: use output= or readout="
+                )
+            return z.to(accumulation_dtype(z.dtype))
+
     def zeros(self) -> frozenset[str]:
-        """Return the names of the parameters and buffers that are all zero."""
+        """Return the names of the parameters and buffers that are all zero when a job begins."""
+        self._buffers.restore(self._buffers.first)
         return frozenset(name for name, tensor in self._tensors().items() if _all_zero(tensor))
 
     def all_zero(self, names: Collection[str]) -> bool:
@@ -197,25 +137,17 @@ class CallableModel:
     def _tensors(self) -> dict[str, Tensor]:
         return dict(chain(self.model.named_parameters(), self.model.named_buffers()))
 
-    def signature(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return what a plan for these arguments depends on."""
+    def signature(self, position: Position) -> tuple[Any, ...]:
+        """Return what a plan for a shard depends on."""
         sizes = tuple(
             (name, value.shape, value.dtype) if isinstance(value, Tensor) else (name, repr(value))
-            for name, value in arguments.items()
+            for name, value in self.shard(position).items()
         )
         options = self.options
         return (
-            options.mode, options.precision, self._method, options.output, options.readout,
-            tuple(self.parameters), self.hooked, self.unchecked, sizes,
+            options.mode, options.precision, self._groups[position.group].method, options.output,
+            options.readout, tuple(self.parameters), self.hooked, self.unchecked, sizes,
         )  # fmt: skip
-
-
-def copied(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return copies for one call: a model may write to its arguments, and is called again."""
-    return {
-        name: tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, value)
-        for name, value in arguments.items()
-    }
 
 
 def _all_zero(tensor: Tensor) -> bool:
@@ -235,7 +167,7 @@ def _refuse_inputs(patterns: Collection[str]) -> None:
         )
 
 
-def _refuse_other_parameters(parameters: Mapping[str, Tensor]) -> None:
+def _refuse_other_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
     if not parameters:
         raise BadInputs(
             "wrt: expected a model with floating-point parameters, by which rows are made, got one "

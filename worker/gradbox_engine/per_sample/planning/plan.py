@@ -30,7 +30,7 @@ from gradbox_engine.per_sample.recording.steps import DerivedStep, Step, VmapSte
 class Plan:
     """What a run does at each use, and which parameters take one backward pass a sample.
 
-    `loops` and `alone` change where a run shows that they do not hold; the last three fields are
+    `loops` and `alone` change where a run shows that they do not hold; the last two fields are
     what runs found.
     """
 
@@ -47,9 +47,8 @@ class Plan:
     # decide which samples go where or which are mixed, or refute a guess of where they are
     alone: bool = True  # whether a sample's z is the same, but for rounding, without the others
 
-    unconfirmed: set[str] = field(default_factory=set)  # parameters whose rows were not yet
-    # compared in whole at a gradient that is not zero
-    confirmed_calls: set[int] = field(default_factory=set)  # `RecordedGraph.calls` of those shards
+    confirmed: dict[int, set[str]] = field(default_factory=dict)  # by `RecordedGraph.calls`, the
+    # parameters whose rows were all compared at a gradient that is not zero
     batched_backward: bool | None = None  # whether all outputs' backward run as one; None: untried
 
     def samples(self, arguments: Mapping[str, Any]) -> int | None:

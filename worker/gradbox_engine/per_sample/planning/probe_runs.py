@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradbox_engine.errors import NoBatchAxis
+from gradbox_engine.errors import ModelCallFailed, NoBatchAxis
+from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.model.calling.shard_rng import generator_fingerprint
-from gradbox_engine.model.kernels import checkpoints_inlined
 from gradbox_engine.model.precision import autocast
 from gradbox_engine.per_sample.planning.coupling import (
     BAGS,
@@ -28,7 +28,7 @@ from gradbox_engine.per_sample.planning.coupling import (
     others_differ,
     refuse_coupling,
 )
-from gradbox_engine.per_sample.planning.model import CALL_ERRORS, CallableModel, copied
+from gradbox_engine.per_sample.planning.model import CallableModel
 from gradbox_engine.per_sample.planning.plan import Plan, make_plan
 from gradbox_engine.per_sample.planning.probed_use import ProbeUses
 from gradbox_engine.per_sample.planning.unseen_uses import unseen_uses
@@ -58,28 +58,27 @@ class ProbeRun:
     leaves: frozenset[Edge]  # of z
 
 
-def plan_for(
-    model: CallableModel, shard: Mapping[str, Any], index: int, *, samples: int = SAMPLES
-) -> Plan:
-    """Run the probes and return the plan.
+def plan_for(model: CallableModel, position: Position, *, samples: int = SAMPLES) -> Plan:
+    """Run the probes on a shard and return the plan.
 
     Raises:
         NoBatchAxis: no dim of the inputs gives z one row a sample.
         CoupledSamples: one sample's output changes when another sample does.
     """
-    sized = _sized_runs(model, shard, index, samples)
+    shard = model.shard(position)
+    sized = _sized_runs(model, shard, position, samples)
     if sized is None:
         return _plan_for_one_sample(model)
     axes, first, second = sized
     probed = resized(shard, axes, samples, EXTRA)
-    third, other_inputs = _probe_replaced(model, probed, axes, index, expected=first.uses)
+    third, other_inputs = _probe_replaced(model, probed, axes, position, expected=first.uses)
     rounding = _coarsest(first.uses, model.rounding)
     selects = may_reorder(first.selections, second.selections)
     uses = ProbeUses(first.uses, second.uses, third.uses, samples, selects)
     if "coupling" not in model.unchecked:
         coupled = others_differ(second.z, third.z, BatchAxis(0))
         if not coupled and rounding.itemsize == 2:  # so rough that the rows may not tell it
-            moved = _probe(model, _others_moved(probed, axes), index)
+            moved = _probe(model, _others_moved(probed, axes), position)
             coupled = bool(samples_that_differ(second.z, moved.z, BatchAxis(0))[CHANGED])
         if coupled:
             refuse_coupling(uses)
@@ -95,9 +94,7 @@ def plan_for(
     plan.rounding = rounding
     exact = plan.rounding.itemsize > 2 and model.options.precision != "tf32"
     plan.alone = exact and not (first.draws or second.draws or third.draws)
-    plan.unconfirmed = set(model.parameters)
     plan.axes = dict(axes)
-    model.restore_buffers()
     plan.zeros = model.zeros()
     return plan
 
@@ -105,22 +102,21 @@ def plan_for(
 def _plan_for_one_sample(model: CallableModel) -> Plan:
     plan = Plan(one_sample=True)
     plan.loop_over_all(model.parameters, "a shard is one sample")
-    model.restore_buffers()
     plan.zeros = model.zeros()
     return plan
 
 
 def _sized_runs(
-    model: CallableModel, shard: Mapping[str, Any], index: int, samples: int
+    model: CallableModel, shard: Mapping[str, Any], position: Position, samples: int
 ) -> tuple[Axes, ProbeRun, ProbeRun] | None:
     """Return the guess that holds, with its first two runs; None where the shard is one sample."""
-    failure: Exception | None = None
+    failure: BaseException | None = None
     ran = False
     for axes in _guesses(shard):
         try:
-            runs = _two_runs(model, shard, axes, index, samples)
-        except CALL_ERRORS as error:
-            failure = failure or error
+            runs = _two_runs(model, shard, axes, position, samples)
+        except ModelCallFailed as error:
+            failure = failure or error.__cause__
             continue
         if runs is not None:
             return axes, *runs
@@ -133,11 +129,11 @@ def _sized_runs(
             f"samples out"
         )
     # What the shard as it is makes the model raise is the model's error, not that of a guess.
-    if _probe(model, shard, index).z.shape[0] == 1:
+    if _probe(model, shard, position).z.shape[0] == 1:
         return None
     for axes in _guesses_but_one(shard):
-        with suppress(*CALL_ERRORS):
-            runs = _two_runs(model, shard, axes, index, samples)
+        with suppress(ModelCallFailed):
+            runs = _two_runs(model, shard, axes, position, samples)
             if runs is not None:
                 return axes, *runs
     # Where the first guess ran, what a later one raised says nothing of the model.
@@ -152,13 +148,13 @@ def _sized_runs(
 
 
 def _two_runs(
-    model: CallableModel, shard: Mapping[str, Any], axes: Axes, index: int, samples: int
+    model: CallableModel, shard: Mapping[str, Any], axes: Axes, position: Position, samples: int
 ) -> tuple[ProbeRun, ProbeRun] | None:
     """Return a run on `samples` samples and one on more; None if z has other numbers of rows."""
-    first = _probe(model, resized(shard, axes, samples), index, modules=True)
+    first = _probe(model, resized(shard, axes, samples), position, modules=True)
     if first.z.shape[0] != samples:
         return None
-    second = _probe(model, resized(shard, axes, samples, EXTRA), index)
+    second = _probe(model, resized(shard, axes, samples, EXTRA), position)
     return (first, second) if second.z.shape[0] == samples + EXTRA else None
 
 
@@ -200,7 +196,7 @@ def _probe_replaced(
     model: CallableModel,
     shard: Mapping[str, Any],
     axes: Axes,
-    index: int,
+    position: Position,
     *,
     expected: Sequence[Use],
 ) -> tuple[ProbeRun, bool]:
@@ -211,13 +207,13 @@ def _probe_replaced(
     """
     try:
         replaced = _replaced(shard, axes)
-        run = _probe(model, replaced, index)
+        run = _probe(model, replaced, position)
         retried = not same_calls((expected, run.uses))
-    except CALL_ERRORS:
+    except ModelCallFailed:
         retried = True  # a column of floats may hold categories, of which noise makes unknown ones
     if retried:
         replaced = _replaced(shard, axes, noise=False)
-        run = _probe(model, replaced, index)
+        run = _probe(model, replaced, position)
     return run, any(not torch.equal(shard[name], replaced[name]) for name in axes)
 
 
@@ -251,16 +247,16 @@ def _others_moved(shard: Mapping[str, Any], axes: Axes) -> dict[str, Any]:
 
 
 def _probe(
-    model: CallableModel, shard: Mapping[str, Any], index: int, *, modules: bool = False
+    model: CallableModel, shard: Mapping[str, Any], position: Position, *, modules: bool = False
 ) -> ProbeRun:
     """Run on a shard; with `modules` the uses say which module they are in."""
     log = UseLog(model.model if modules else None, model.parameters)
-    model.restore_buffers()
-    model.begin_stream(index)
+    model.restore_buffers()  # before the log registers its hooks
+    model.begin(position)
     before = generator_fingerprint()
     try:
-        with torch.enable_grad(), checkpoints_inlined(), custom_functions_shown(), log:
-            z = model.call(copied(shard))
+        with custom_functions_shown():
+            z = model.call(position, model.copied(shard), observed=log)
     finally:
         log.remove_hooks()
     draws = generator_fingerprint() != before

@@ -36,10 +36,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradbox_engine.errors import BadSampleLoss, CoupledSamples
+from gradbox_engine.errors import BadSampleLoss, CoupledSamples, ModelCallFailed
 from gradbox_engine.model.calling.shard_rng import stream_seed
 from gradbox_engine.per_sample.gradients import gradients, leaf_gradients
-from gradbox_engine.per_sample.planning.model import CALL_ERRORS
 from gradbox_engine.per_sample.recording.batch_axis import BatchAxis, samples_that_differ
 from gradbox_factors import Term, squared_norms
 from gradbox_factors.slabs import cached_bytes, slabs
@@ -106,15 +105,17 @@ def check_head(z: Tensor, value: Tensor, head: Callable[..., Tensor]) -> None:
 
 def _same_loss_alone(z: Tensor, value_B1: Tensor, head: Callable[..., Tensor], sample: int) -> bool:
     of_batch = value_B1[sample]
-    if not (of_batch.isfinite() & of_batch.ne(0)):  # a masked sample's tells nothing
+    if not (isfinite(number := float(of_batch)) and number):  # a masked sample's tells nothing
         return False
     try:
         alone = head(z[sample : sample + 1].clone(), first=sample)
-    except (*CALL_ERRORS, BadSampleLoss):  # it is made for so many samples
+    except (ModelCallFailed, BadSampleLoss):  # it is made for so many samples
         return False
-    found = value_B1.clone()
-    found[sample] = alone[0]
-    return not samples_that_differ(value_B1, found, BatchAxis(0))[sample]
+    if torch.equal(alone[0], of_batch):
+        return True
+    replaced = value_B1.clone()
+    replaced[sample] = alone[0]
+    return not samples_that_differ(value_B1, replaced, BatchAxis(0))[sample]
 
 
 def loss_slopes(z: Tensor, value_B1: Tensor) -> Tensor | None:

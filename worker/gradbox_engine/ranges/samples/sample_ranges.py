@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradbox_engine.checkpoint import Checkpoints
-from gradbox_engine.per_sample.api import BUDGET_BYTES
-from gradbox_engine.per_sample.job import PerSampleJob
+from gradbox_engine.model.calling.shard_feed import Position
+from gradbox_engine.per_sample.job import BUDGET_BYTES, PerSampleJob
 from gradbox_engine.per_sample.pieces import Piece, Sink
 from gradbox_engine.per_sample.planned_model import PlannedModel
 from gradbox_engine.per_sample.planning.model import CallableModel, callable_model
@@ -21,48 +21,42 @@ from gradbox_engine.per_sample.request import Request, SampleResult
 from gradbox_engine.ranges.one_device import done
 from gradbox_engine.ranges.protocol import Range
 from gradbox_engine.ranges.samples.protocol import RangeSamples, Rows, SampleDevice, SampleTask
-from gradbox_engine.requests import Observer, Shard
+from gradbox_engine.requests import Group, Observer, Silent
 from gradbox_factors import Factored
-
-OTHERS = 1
-"""The group of the other shards' random streams."""
 
 
 class SampleRanges:
     """What a device needs to run ranges of a per-sample job.
 
-    The arguments are those of `per_sample_gradient`, or of `jacobian` where there is no loss, and
-    the same on every device. Shards outside of a device's ranges are not read.
+    What is not described is as for `per_sample_gradient`, and the same on every device. Shards
+    outside of a device's ranges are not read.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        inputs: Sequence[Shard],
+        groups: Sequence[Group],
         request: Request,
         *,
         loss: Callable[..., Tensor] | None = None,
-        others: Sequence[Shard] = (),
         observer: Observer | None = None,
         budget_bytes: int = BUDGET_BYTES,
         sink: Sink | None = None,
-        streams: Sequence[tuple[int, int]] | None = None,
         checkpoints: Callable[[Range, SampleTask], Checkpoints | None] = lambda *_: None,
         **setting: Any,
     ) -> None:
         """Take the job.
 
         Args:
+            groups: the job's own shards, and the other shards that rows are multiplied with.
             request: of the whole job; what a `SampleTask` says goes before it.
-            others: the shards of `OtherShards`.
+            loss: None for a Jacobian.
             sink: takes the dense rows of this device's ranges, at their places in the whole job.
-            streams: of the other shards and then of the job's own, see `callable_model`.
             checkpoints: where the state of a range is written, and read when it begins again.
         """
-        self._model, self._inputs, self._others = model, inputs, others
+        self._model, self._groups, self._setting = model, groups, setting
         self._request, self._loss = request, loss
-        self._observer, self._budget_bytes, self._sink = observer, budget_bytes, sink
-        self._streams, self._setting = streams, setting
+        self._observer, self._budget_bytes, self._sink = observer or Silent(), budget_bytes, sink
         self._checkpoints = checkpoints
 
     def count(self, part: Range, *, of_others: bool) -> tuple[int, ...]:
@@ -71,12 +65,8 @@ class SampleRanges:
         Raises:
             NoBatchAxis: a shard has none.
         """
-        shards = self._shards(part, of_others=of_others)
-        with self._ready(part, of_others=of_others) as ready:
-            planned = PlannedModel(ready)
-            return tuple(
-                planned.count(ready.arguments(shard), index) for index, shard in enumerate(shards)
-            )
+        with self._ready() as ready:
+            return tuple(map(PlannedModel(ready).count, _positions(part, of_others=of_others)))
 
     def smaller(self, part: Range, task: SampleTask) -> bool:
         """Say whether `form="auto"` keeps factors, by the range's first shard and B of the job."""
@@ -110,53 +100,29 @@ class SampleRanges:
             against=task.against,
             samples=task.num_samples,
         )
-        shards = self._shards(part, of_others=task.of_others)
-        with self._ready(part, of_others=task.of_others) as ready:
-            job = PerSampleJob(
-                ready, request, shards, self._observer, checkpoints, self._budget_bytes, sink
-            )
-            if self._loss is None:
-                return job.jacobians()
-            return job.gradients(self._loss, task.loss_inputs, by_sample=task.by_sample)
+        positions = _positions(part, of_others=task.of_others)
+        with self._ready() as ready:
+            found = PerSampleJob(
+                PlannedModel(ready),
+                positions,
+                request,
+                loss=self._loss,
+                loss_inputs=task.loss_inputs,
+                by_sample=task.by_sample,
+                observer=self._observer,
+                checkpoints=checkpoints,
+                budget_bytes=self._budget_bytes,
+                sink=sink,
+            ).run()
+            self._observer.step("samples", found.samples, found.samples)
+            return found
 
-    def _shards(self, part: Range, *, of_others: bool) -> Sequence[Shard]:
-        return ShardsOfRange(self._others if of_others else self._inputs, part)
-
-    @contextmanager
-    def _ready(self, part: Range, *, of_others: bool) -> Iterator[CallableModel]:
-        streams = self._streams
-        if streams is None and of_others:
-            streams = [(OTHERS, index) for index in range(len(self._others))]
-        if streams is not None:
-            begin = 0 if of_others else len(self._others)
-            streams = streams[begin + part.start : begin + part.stop]
-        with callable_model(
-            self._model,
-            first_shard=part.start,
-            in_against=of_others,
-            streams=streams,
-            **self._setting,
-        ) as ready:
-            yield ready
+    def _ready(self) -> AbstractContextManager[CallableModel]:
+        return callable_model(self._model, self._groups, **self._setting)
 
 
-class ShardsOfRange(Sequence[Shard]):
-    """Some of a job's shards, each read anew when it is asked for: a model may write to it."""
-
-    def __init__(self, shards: Sequence[Shard], part: Range) -> None:
-        self._shards, self._places = shards, range(part.start, part.stop)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    @overload
-    def __getitem__(self, index: int) -> Shard: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Shard]: ...
-    def __getitem__(self, index: int | slice) -> Shard | Sequence[Shard]:
-        if isinstance(index, slice):
-            return [self._shards[place] for place in self._places[index]]
-        return self._shards[self._places[index]]
+def _positions(part: Range, *, of_others: bool) -> list[Position]:
+    return [Position(int(of_others), shard) for shard in range(part.start, part.stop)]
 
 
 class OffsetSink:

@@ -87,15 +87,14 @@ class OpenSamples:
         budget_bytes = device.result_memory_bytes or default_result_memory_bytes(received.device)
         self._ranges = SampleRanges(
             received.loaded.module,
-            rows.shards,
+            [rows] if others is None else [rows, others],
             request_of(spec),
             loss=loss,
-            others=() if others is None else others.shards,
             observer=progress,
             budget_bytes=int(budget_bytes * ENGINE_SHARE),
             sink=sink,
             checkpoints=self._checkpoints.of_samples,
-            **how_called(spec, received.calls, rows=rows, others=others),
+            **how_called(spec, received.calls),
         )
         self._rows: dict[int, Factored] = {}
         self._open = ExitStack()
