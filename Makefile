@@ -51,11 +51,11 @@ test-oldest:
 	.venv-oldest/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder tests/client
 
 chaos: $(STAMP)
-	$(BIN)/python -m tests.chaos --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+	$(BIN)/python -m proofs.chaos --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 # The images built and started for real: by docker or podman, else (as root) by buildah and debootstrap.
 containers: $(STAMP)
-	$(BIN)/python -m tests.containers
+	$(BIN)/python -m proofs.containers
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -77,10 +77,10 @@ WHEELS ?= build/wheels
 CUDA_PYTHON ?= 3.12
 
 wheels: $(STAMP)
-	$(BIN)/python -m tests.cuda.wheels collect $(WHEELS) --python $(CUDA_PYTHON)
+	$(BIN)/python -m proofs.cuda.wheels collect $(WHEELS) --python $(CUDA_PYTHON)
 
 cuda:
-	$(PYTHON) -m tests.cuda $(if $(wildcard $(WHEELS)),--wheels $(WHEELS)) $(if $(filter command,$(origin MINUTES)),--minutes $(MINUTES))
+	$(PYTHON) -m proofs.cuda $(if $(wildcard $(WHEELS)),--wheels $(WHEELS)) $(if $(filter command,$(origin MINUTES)),--minutes $(MINUTES))
 
 # The site, in build/docs: a link, an anchor or a name that leads nowhere ends it with an error.
 docs: $(STAMP)

@@ -10,7 +10,7 @@ import pytest
 from gradbox_service.database.connection import connect
 from gradbox_service.settings import Settings
 from gradbox_service.up.embedded_redis import EmbeddedRedis
-from tests.attacks.services import Service, running
+from proofs.attacks.services import Service, running
 
 
 @pytest.fixture(scope="package")

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.attacks.__main__ import MODELS
-from tests.attacks.tables import ATTACKS, Attack
-from tests.attacks.target import NotHere, Target, own_box
+from proofs.attacks.__main__ import MODELS
+from proofs.attacks.tables import ATTACKS, Attack
+from proofs.attacks.target import NotHere, Target, own_box
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from tests.attacks.services import Service, next_status, while_live
+from proofs.attacks.services import Service, next_status, while_live
 from tests.service.boxes import SHARDS, spec_for, upload
 
 MIB = 2**20

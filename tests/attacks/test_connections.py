@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gradbox_service.settings import Settings
-from tests.attacks.services import (
+from proofs.attacks.services import (
     Service,
     answer_of,
     next_status,

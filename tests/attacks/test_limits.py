@@ -16,7 +16,7 @@ import pytest
 from gradbox.errors import QueueFull, TooManyRequests
 from gradbox.protocol import Problem
 from gradbox_service.settings import Settings
-from tests.attacks.services import Service, running, unread, while_live
+from proofs.attacks.services import Service, running, unread, while_live
 from tests.service.boxes import SHARDS, begin, run_job, spec_for, submit, upload
 
 MAX_JOBS = 5

@@ -8,7 +8,7 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.attacks.services import Service
+from proofs.attacks.services import Service
 from tests.service.boxes import SHARDS, blob_of, run_job, spec_for, submit, upload
 
 

@@ -17,7 +17,7 @@ import trustme
 from gradbox import GradClient, Retry, ServiceUnavailable
 from gradbox_service.http.listening import check_exposure, is_loopback
 from gradbox_service.settings import BadSettings, Settings
-from tests.attacks.services import Service, answer_of, running
+from proofs.attacks.services import Service, answer_of, running
 
 
 @pytest.fixture(scope="module")

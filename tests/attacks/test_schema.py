@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gradbox_service.settings import Settings
-from tests.attacks.services import Service, running
+from proofs.attacks.services import Service, running
 from tests.service.boxes import submit
 
 CHECKS = (

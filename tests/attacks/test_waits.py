@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from gradbox_service.settings import Settings
-from tests.attacks.services import Service, answer_of, running, status_of
+from proofs.attacks.services import Service, answer_of, running, status_of
 from tests.service.boxes import run_job, submit
 
 # More than the service has threads for requests.

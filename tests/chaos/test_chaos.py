@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.chaos.report import misses, text
-from tests.chaos.run import Plan, run
+from proofs.chaos.report import misses, text
+from proofs.chaos.run import Plan, run
 
 
 @pytest.mark.slow

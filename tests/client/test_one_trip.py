@@ -16,8 +16,8 @@ from torch import Tensor
 
 from gradbox import GradClient, Gradient, GradResult, ProtocolError, Retry
 from gradbox.protocol import JOB_AND_RESULT, JobState, ResultView, joined
+from proofs.chaos.processes import processes_of
 from tests.boxes import TestBox
-from tests.chaos.processes import processes_of
 from tests.client.wires import client_of, job_view
 
 PATIENT = Retry(patience_s=120.0)

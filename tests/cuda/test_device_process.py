@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradbox.protocol import JobState
-from tests.cuda import models
+from proofs.cuda import models
 from tests.device import on_cuda_alone
 from tests.worker import zoo
 from tests.worker.box import Box, WorkerProcess, running_box, running_worker, shards_of

@@ -22,7 +22,7 @@ from gradbox_engine import (
     set_gradient,
     set_outputs,
 )
-from tests.cuda.models import GRAPH_BYTES, MIB, Wide, shards
+from proofs.cuda.models import GRAPH_BYTES, MIB, Wide, shards
 from tests.device import DEVICE, on_cuda_alone, same_bits
 from tests.engine.replay.halves import first_outputs
 

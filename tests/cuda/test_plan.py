@@ -12,10 +12,10 @@ import pytest
 
 from benchmarks.cuda.parts import PARTS
 from benchmarks.options import CUDA_PARTS
-from tests.cuda import __main__ as run
-from tests.cuda import report
-from tests.cuda.plan import DEFAULT_MINUTES, Step, plan
-from tests.cuda.wheels import Requirement, _is_there, wanted
+from proofs.cuda import __main__ as run
+from proofs.cuda import report
+from proofs.cuda.plan import DEFAULT_MINUTES, Step, plan
+from proofs.cuda.wheels import Requirement, _is_there, wanted
 
 ENV = {"GRADBOX_TEST_DEVICE": "cpu", "PATH": "/usr/bin:/bin"}
 

@@ -9,7 +9,7 @@ import torch
 
 from gradbox_engine import Group, Objective, set_gradient, set_outputs
 from gradbox_engine.replay.retention import HELD_FACTOR
-from tests.cuda.models import GRAPH_BYTES, MIB, Wide, shards
+from proofs.cuda.models import GRAPH_BYTES, MIB, Wide, shards
 from tests.cuda.test_out_of_memory import room_for
 from tests.device import DEVICE, on_cuda_alone
 

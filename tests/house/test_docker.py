@@ -14,7 +14,7 @@ from gradbox.cli import main
 from gradbox.cli.exits import run_alone
 from gradbox_service.http.listening import check_exposure, is_loopback
 from gradbox_service.settings import Settings, takes_settings
-from tests.containers.compose import parts
+from proofs.containers.compose import parts
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())

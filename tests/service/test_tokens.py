@@ -16,7 +16,7 @@ from gradbox_service.commands.tokens import register
 from gradbox_service.identity.revocations import NUM_LINES, NotRevoked, Revocations
 from gradbox_service.identity.tokens import TOKENS, BadTokenName, Tokens
 from gradbox_service.up.embedded_redis import EmbeddedRedis
-from tests.chaos.disk import filled
+from proofs.chaos.disk import filled
 from tests.disks import small_disk
 from tests.service.conftest import Box
 
