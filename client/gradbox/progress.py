@@ -114,8 +114,8 @@ class ProgressBar:
 
     def _draw(self, phase: str, done: int, total: int, left: str = "") -> None:
         now = time.monotonic()
-        drawn = phase == self._phase and done < total and now - self._drawn_s < BETWEEN_S
-        if drawn or not self._shown:
+        is_recent = phase == self._phase and done < total and now - self._drawn_s < BETWEEN_S
+        if is_recent or not self._shown:
             return
         self._phase, self._drawn_s = phase, now
         text = f"{self._title}: {printable(phase)}"

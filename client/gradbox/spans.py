@@ -167,12 +167,12 @@ def _our_provider(service: str) -> TracerProvider | None:
     except ModuleNotFoundError as error:
         _complain(str(error.name))
         return None
-    told = {SERVICE_VERSION: metadata.version("gradbox")}
+    attributes = {SERVICE_VERSION: metadata.version("gradbox")}
     if not os.environ.get("OTEL_SERVICE_NAME"):
-        told[SERVICE_NAME] = service
+        attributes[SERVICE_NAME] = service
     given = "OTEL_EXPORTER_OTLP_TIMEOUT" in os.environ
     exporter = OTLPSpanExporter(timeout=None if given else EXPORT_TIMEOUT_S)
-    provider = TracerProvider(resource=Resource.create(told))
+    provider = TracerProvider(resource=Resource.create(attributes))
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return provider
 

@@ -3,7 +3,7 @@
 Whoever waits asks again after a twentieth of the time that it has waited, 50 ms at least and 1 s at
 most: nobody learns of an end much later than it took. The box lists all of a user's jobs in one
 answer, and those who ask at about the same time share it: of an event loop's tasks one asks, in a
-thread, and the others wait for what it is told.
+thread, and the others wait for its answer.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from gradbox.protocol import JobList, JobView
 LISTED: Final = 200
 SHORTEST_PAUSE_S: Final = 0.05
 LONGEST_PAUSE_S: Final = 1.0
-SHARE: Final = 0.05
+FRACTION: Final = 0.05
 
 
 @dataclass
 class Answers:
-    """What the box last told the tasks of one event loop, and when."""
+    """What the box last answered the tasks of one event loop, and when."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     listed: Mapping[str, JobView] | GradboxError = field(default_factory=dict)
-    told_s: float = float("-inf")
+    answered_s: float = float("-inf")
 
 
 class JobWaits:
@@ -55,7 +55,7 @@ class JobWaits:
         """
         began_s = time.monotonic()
         while True:
-            pause_s = min(SHARE * (time.monotonic() - began_s), LONGEST_PAUSE_S)
+            pause_s = min(FRACTION * (time.monotonic() - began_s), LONGEST_PAUSE_S)
             pause_s = max(pause_s, SHORTEST_PAUSE_S)
             view = await self._view(job_id, not_older_s=pause_s / 2)
             on_view(view)
@@ -68,9 +68,9 @@ class JobWaits:
         answers = self._answers.setdefault(asyncio.get_running_loop(), Answers())
         asked_s = time.monotonic()
         async with answers.lock:
-            if answers.told_s < asked_s - not_older_s:
+            if answers.answered_s < asked_s - not_older_s:
                 answers.listed = await asyncio.to_thread(self._list)
-                answers.told_s = time.monotonic()
+                answers.answered_s = time.monotonic()
             if isinstance(answers.listed, GradboxError):
                 raise answers.listed  # to all who asked meanwhile, each of whom would wait as long
             if job_id in answers.listed:

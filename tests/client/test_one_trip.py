@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradbox import GradClient, Gradient, GradResult, ProtocolError, Retry
-from gradbox.protocol import JOB_AND_RESULT, JobState, ResultView, joined
+from gradbox.protocol import JOB_AND_RESULT, JobState, ResultView, joined_with_result
 from proofs.chaos.processes import processes_of
 from tests.boxes import TestBox
 from tests.client.wires import client_of, job_view
@@ -116,7 +116,7 @@ def test_an_answer_that_is_lost_makes_no_second_job(box: TestBox) -> None:
 def test_a_small_result_with_another_digest_is_no_result() -> None:
     content = b"what was sent"
     told = ResultView(size_bytes=len(content), sha256=hashlib.sha256(b"another").hexdigest())
-    body = joined(job_view(JobState.DONE, result=told), content)
+    body = joined_with_result(job_view(JobState.DONE, result=told), content)
 
     def answer(request: httpx.Request) -> httpx.Response:
         return httpx.Response(200, content=body, headers={"Content-Type": JOB_AND_RESULT})

@@ -67,7 +67,7 @@ def test_outputs_that_nobody_holds_are_freed(client: GradClient, *, backward: bo
     if backward:
         loss.backward()
     with torch._C.DisableTorchFunctionSubclass():
-        batch = weakref.ref(z._batch)
+        batch = weakref.ref(z._forward)
     assert batch() is not None
     del z, loss
     gc.collect()

@@ -31,7 +31,6 @@ SHORT = {
 }
 # Classes of one name, each for the reason beside it: elsewhere one name means one thing.
 ONE_NAME = {
-    "Batch": "of jobs, and of a remote model's calls: neither is imported beside the other",
     "LossNotFinite": "what the engine raises, and what its user catches",
     "LossNotScalar": "what the engine raises, and what its user catches",
     "ModelCallFailed": "what the engine raises, and what its user catches",

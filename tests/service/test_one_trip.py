@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gradbox.protocol import JOB_AND_RESULT, parted
+from gradbox.protocol import JOB_AND_RESULT, split_result
 from tests.service.boxes import SHARDS, blob_of, ones, run_job, spec_for, upload
 from tests.service.conftest import Box
 
@@ -132,7 +132,7 @@ def test_an_answer_waits_for_the_end_and_holds_the_result(box: Box) -> None:
     assert answer.status_code == 200
     assert answer.headers["Preference-Applied"] == "wait=9"
     assert answer.headers["Content-Type"] == JOB_AND_RESULT
-    view, result = parted(answer.content)
+    view, result = split_result(answer.content)
     assert (view.state, bytes(result)) == ("done", DATA)
 
 
@@ -141,7 +141,7 @@ def test_the_same_key_finds_the_job_and_its_result_again(box: Box) -> None:
     first = post(box.client, body, Idempotency_Key="once")
     run_job(box.backing, first.json()["id"], data=DATA)
     again = post(box.client, body, Idempotency_Key="once", Prefer="wait=1", Accept=JOB_AND_RESULT)
-    view, result = parted(again.content)
+    view, result = split_result(again.content)
     assert (view.id, bytes(result)) == (first.json()["id"], DATA)
 
 

@@ -90,9 +90,9 @@ def supervised_contrastive(z: Tensor, labels: Tensor, *, temperature: float = 0.
     itself_NN = torch.eye(z.shape[0], dtype=torch.bool, device=z.device)
     logits_NN = (z @ z.T / temperature).masked_fill(itself_NN, -math.inf)
     positive_NN = (labels[:, None] == labels[None, :]) & ~itself_NN
-    log_share_NN = logits_NN - logits_NN.logsumexp(dim=1, keepdim=True)
+    log_softmax_NN = logits_NN - logits_NN.logsumexp(dim=1, keepdim=True)
     num_positive_N = positive_NN.sum(dim=1)
-    mean_N = torch.where(positive_NN, log_share_NN, 0.0).sum(dim=1) / num_positive_N.clamp(min=1)
+    mean_N = torch.where(positive_NN, log_softmax_NN, 0.0).sum(dim=1) / num_positive_N.clamp(min=1)
     return -mean_N.sum() / (num_positive_N > 0).sum().clamp(min=1)
 
 

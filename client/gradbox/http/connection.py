@@ -74,7 +74,7 @@ class Backoff:
         """Start again with the first pause and all patience: there was progress."""
         self._number = 0
         self._since_s: float | None = None  # the first fault
-        self._told = False
+        self._logged = False
 
     def pause(self, fault: TransientFault) -> None:
         """Wait before the next request; log why, once, where that takes longer.
@@ -91,8 +91,8 @@ class Backoff:
         self._number += 1
         if fault.refused or pause_s > left_s:
             raise fault.error from fault.__cause__
-        if not self._told and now + pause_s - self._since_s >= SILENT_S:
-            self._told = True
+        if not self._logged and now + pause_s - self._since_s >= SILENT_S:
+            self._logged = True
             log.warning("%s; trying again for up to %.0f s", printable(str(fault)), left_s)
         time.sleep(pause_s)
 

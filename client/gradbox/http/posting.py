@@ -21,7 +21,7 @@ from gradbox.errors import MissingBlobs, ProtocolError
 from gradbox.http.connection import Connection, parsed
 from gradbox.http.download import OnBytes
 from gradbox.http.upload import Uploader
-from gradbox.protocol import JOB_AND_RESULT, JobView, parted
+from gradbox.protocol import JOB_AND_RESULT, JobView, split_result
 from gradbox.tensors.blob import Blob
 
 # What a box takes in one body, and what is kept free for the lines between the parts.
@@ -166,7 +166,7 @@ def read_answer(answer: httpx.Response) -> Answered:
     if answer.headers.get("content-type") != JOB_AND_RESULT:
         return Answered(parsed(JobView, answer))
     try:
-        return Answered(*parted(answer.content))
+        return Answered(*split_result(answer.content))
     except ValueError as error:
         raise ProtocolError(
             f"expected a job and its result from {answer.request.url}, got {len(answer.content)} "

@@ -20,7 +20,7 @@ from gradbox.protocol.box import (
     OperationOrder,
     OperationView,
     OwnerUsage,
-    Span,
+    Period,
     UsageView,
 )
 from gradbox.protocol.example import ExampleInput, ExampleView
@@ -78,8 +78,8 @@ from gradbox.protocol.views import (
     ParameterView,
     ProgressView,
     ResultView,
-    joined,
-    parted,
+    joined_with_result,
+    split_result,
 )
 
 __all__ = [
@@ -131,6 +131,7 @@ __all__ = [
     "ParameterView",
     "PenaltySpec",
     "PerSampleGradientSpec",
+    "Period",
     "Problem",
     "ProgressView",
     "RangeView",
@@ -141,15 +142,14 @@ __all__ = [
     "Seconds",
     "ShardRef",
     "SharedSpec",
-    "Span",
     "TensorRef",
     "TracedFunction",
     "UsageView",
-    "joined",
+    "joined_with_result",
     "option_names",
     "options_of",
     "parse_posted",
     "parse_spec",
-    "parted",
     "spec_digest",
+    "split_result",
 ]

@@ -55,7 +55,7 @@ class OperationOrder(WireForm, frozen=True):
     reason: Annotated[str, StringConstraints(max_length=200)] = ""
 
 
-Span = Literal["day", "week", "month"]
+Period = Literal["day", "week", "month"]
 
 
 class DeviceMemory(View):
@@ -207,7 +207,7 @@ class UsageView(View):
     A device second is a second in which a worker held an attempt of the job, lost ones included.
     """
 
-    span: Span
+    span: Period
     begins_s: float
     bucket_s: float
     owners: list[OwnerUsage]

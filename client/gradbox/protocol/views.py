@@ -273,13 +273,13 @@ JOB_AND_RESULT: Final = "application/vnd.gradbox.job-and-result"
 LENGTH_BYTES: Final = 8
 
 
-def joined(view: JobView, result: bytes) -> bytes:
+def joined_with_result(view: JobView, result: bytes) -> bytes:
     """Return the body."""
     text = view.model_dump_json().encode()
     return len(text).to_bytes(LENGTH_BYTES, "little") + text + result
 
 
-def parted(body: bytes) -> tuple[JobView, memoryview]:
+def split_result(body: bytes) -> tuple[JobView, memoryview]:
     """Return the job and the bytes of its result, which are not verified here.
 
     Raises:

@@ -14,10 +14,10 @@ the random stream (seed, 0, i):
             zs.append(model(**x))
 
 Read `model` first. It records each call and returns a tensor that is fetched when it is first used
-(`calls`); `batch` sends all calls so far as one forward job and gives their outputs a `grad_fn`,
-made of the functions in `autograd`, whose backward runs the gradient job. All jobs are given the
-same `RemoteOptions`. The user's weights go along where they changed, and buffers from one job to
-the next: `state`.
+(`calls`); `forward_job` sends all calls so far as one job and gives their outputs a `grad_fn`, made
+of the functions in `autograd`, whose backward runs the gradient job. All jobs are given the same
+`RemoteOptions`. The user's weights go along where they changed, and buffers from one job to the
+next: `state`.
 """
 
 from gradbox.tensors.tensor_bytes import is_torch_importable
@@ -28,8 +28,8 @@ if not is_torch_importable():
         "none: pip install 'gradbox[torch]', or submit a Forward and a Gradient"
     )
 
-from gradbox.remote.batch import RemoteOptions
 from gradbox.remote.calls import RemoteOutput
+from gradbox.remote.forward_job import RemoteOptions
 from gradbox.remote.model import RemoteModel
 
 __all__ = ["RemoteModel", "RemoteOptions", "RemoteOutput"]

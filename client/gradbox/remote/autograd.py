@@ -29,7 +29,7 @@ from gradbox.errors import InvalidInputs
 class DoneForward(Protocol):
     """A forward job that is done."""
 
-    def note(self, place: Any, cotangent: Tensor) -> None:
+    def note(self, slot: Any, cotangent: Tensor) -> None:
         """Remember a cotangent of the backward pass that runs."""
 
     def input_grads(self, call: int) -> list[Tensor | None]:
@@ -80,8 +80,8 @@ class CallOutput(Function):
     """One output of one call; used up by one backward pass unless the graph is retained."""
 
     @staticmethod
-    def forward(ctx: Any, job: DoneForward, place: Any, output: Tensor, *tokens: Tensor) -> Tensor:
-        ctx.job, ctx.place, ctx.tokens = job, place, len(tokens)
+    def forward(ctx: Any, job: DoneForward, slot: Any, output: Tensor, *tokens: Tensor) -> Tensor:
+        ctx.job, ctx.slot, ctx.tokens = job, slot, len(tokens)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(output.new_empty(0))
         return output.detach()
@@ -97,7 +97,7 @@ class CallOutput(Function):
         _refuse_batched(*gradients)
         _ = ctx.saved_tensors
         if gradients[0] is not None:
-            ctx.job.note(ctx.place, gradients[0])
+            ctx.job.note(ctx.slot, gradients[0])
         return None, None, None, *[torch.zeros(()) for _ in range(ctx.tokens)]
 
 

@@ -19,7 +19,7 @@ from gradbox.protocol import MethodView
 from gradbox.tensors.tensor_bytes import is_tensor, tensor_bytes
 
 if TYPE_CHECKING:
-    from gradbox.remote.batch import Batch
+    from gradbox.remote.forward_job import RemoteForward
 
 PACKAGE: Final = str(Path(__file__).resolve().parents[1])
 
@@ -162,19 +162,21 @@ class RemoteOutput(torch.Tensor):
     It stands for an ordinary tensor with a `grad_fn`, and what is computed from it is ordinary.
     """
 
-    _batch: Batch
-    _place: tuple[int, str]
+    _forward: RemoteForward
+    _slot: tuple[int, str]
 
     @staticmethod
-    def standing_for(batch: Batch, place: tuple[int, str], *, holder: torch.Tensor) -> RemoteOutput:
+    def standing_for(
+        forward: RemoteForward, slot: tuple[int, str], *, holder: torch.Tensor
+    ) -> RemoteOutput:
         """Return a stand-in.
 
         Args:
-            place: the call's index, and the name of the output or "".
+            slot: the call's index, and the name of the output or "".
             holder: what code sees that looks past torch's functions.
         """
         output = holder.as_subclass(RemoteOutput)
-        output._batch, output._place = batch, place
+        output._forward, output._slot = forward, slot
         return output
 
     @classmethod
@@ -192,8 +194,8 @@ def _fetched(value: Any) -> Any:
     """Put the tensors themselves in place of their stand-ins, in nested arguments too."""
     if isinstance(value, RemoteOutput):
         with torch._C.DisableTorchFunctionSubclass():
-            batch, place = value._batch, value._place
-        return batch.value(place)
+            forward, slot = value._forward, value._slot
+        return forward.value(slot)
     if isinstance(value, dict):
         return {key: _fetched(item) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_make"):  # a named one

@@ -15,8 +15,8 @@ from gradbox.errors import InvalidInputs
 from gradbox.printable import printable
 from gradbox.protocol import ModelView
 from gradbox.remote.autograd import NotFetched
-from gradbox.remote.batch import BARE, Batch, RemoteOptions
 from gradbox.remote.calls import RemoteOutput, read_call
+from gradbox.remote.forward_job import BARE, RemoteForward, RemoteOptions
 from gradbox.remote.state import RemoteBuffers, rounded_weights, same, snapshot, trainable_leaves
 from gradbox.results.grad_accumulation import add_gradients
 from gradbox.results.result import GradResult
@@ -76,7 +76,7 @@ class RemoteModel:
         self._progress = progress
         self._names = _output_names(options.readout)
         self._num_calls = 0
-        self._waiting: list[Batch] = []
+        self._waiting: list[RemoteForward] = []
         self._buffers = RemoteBuffers(view, widened=options.widened)
         self._grads: dict[str, Tensor] = {}
         self._lock = RLock()  # over calls that wait, buffers and gradients
@@ -171,24 +171,24 @@ class RemoteModel:
                 else:
                     self._grads[name] = gradient.clone()
 
-    def run_until(self, batch: Batch) -> None:
-        """Run the batches that wait, up to this one; each begins with the buffers of the last.
+    def run_until(self, forward: RemoteForward) -> None:
+        """Run the forward jobs that wait, up to this one; each begins with the buffers of the last.
 
         Raises: what one before it failed with.
         """
         with self._lock:
-            while batch in self._waiting:
+            while forward in self._waiting:
                 first = self._waiting[0]
                 self._run(first)
                 self._waiting.remove(first)
                 first.check()  # without it the next one would begin with older buffers
 
-    def _run(self, batch: Batch) -> None:
+    def _run(self, forward: RemoteForward) -> None:
         returns = ("outputs", "buffers") if self._view.buffers else ("outputs",)
-        # Buffers go as they are: rounded in every batch, a running average would stand still.
-        given, parameters = batch.weights, self._view.parameter_names()
+        # Buffers go as they are: rounded in every job, a running average would stand still.
+        given, parameters = forward.weights, self._view.parameter_names()
         sent = rounded_weights(given, parameters, transfer=self.options.transfer)
-        result = batch.run(self._buffers.under(sent, given=given), returns=returns)
+        result = forward.run(self._buffers.under(sent, given=given), returns=returns)
         if result is not None:
             self._buffers.advance(result, given=given)
 
@@ -197,12 +197,12 @@ class RemoteModel:
         # Not above: what was given may be an output of another model, which waits for its lock.
         with self._lock:
             call = replace(read, index=self._num_calls)
-            batch = self._open_batch()
-            batch.calls.append(call)
+            forward = self._open_forward()
+            forward.calls.append(call)
             self._num_calls += 1
         outputs = {
             name: RemoteOutput.standing_for(
-                batch,
+                forward,
                 (call.index, name),
                 holder=NotFetched.apply(self.anchor),  # type: ignore[no-untyped-call]
             )
@@ -210,8 +210,8 @@ class RemoteModel:
         }
         return outputs[BARE] if self._names == (BARE,) else outputs
 
-    def _open_batch(self) -> Batch:
-        """Return the batch that the next call joins: the last one if nothing changed since."""
+    def _open_forward(self) -> RemoteForward:
+        """Return the job that the next call joins: the last one if nothing changed since."""
         last = self._waiting[-1] if self._waiting else None
         if (
             last is None
@@ -221,7 +221,9 @@ class RemoteModel:
         ):
             weights = snapshot(self.weights)
             leaves = trainable_leaves(self.weights)
-            last = Batch(self, mode=self._mode, weights=weights, leaves=leaves, names=self._names)
+            last = RemoteForward(
+                self, mode=self._mode, weights=weights, leaves=leaves, names=self._names
+            )
             self._waiting.append(last)
         return last
 

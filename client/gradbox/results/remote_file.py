@@ -39,7 +39,7 @@ FIRST_BYTES: Final = 64 * 2**10
 # Bytes between two wanted ranges that cost less than another request.
 GAP_BYTES: Final = 256 * 2**10
 # The most that one request asks for.
-SPAN_BYTES: Final = 64 * 2**20
+REQUEST_BYTES: Final = 64 * 2**20
 
 
 class RemoteFile(ReadInPlace):
@@ -142,10 +142,10 @@ class RemoteFile(ReadInPlace):
         shape = tuple(part.stop - part.start for part in region) + entry.shape[len(region) :]
         data = bytearray(prod(shape) * DTYPE_BYTES[entry.dtype])
         at = 0
-        for first, last, runs in _spans(entry, region):
-            span = self._fetch_data(first, last)
+        for first, last, runs in _requests(entry, region):
+            data_of = self._fetch_data(first, last)
             for begin, end in runs:
-                data[at : at + end - begin] = span[begin - first : end - first]
+                data[at : at + end - begin] = data_of[begin - first : end - first]
                 at += end - begin
         return tensor_of(data, entry, shape=shape, wider=wider)
 
@@ -156,7 +156,7 @@ class RemoteFile(ReadInPlace):
         found = bytearray()
         while first + len(found) < last:
             begin = first + len(found)
-            found += self._fetch_once(begin, min(last, begin + SPAN_BYTES))
+            found += self._fetch_once(begin, min(last, begin + REQUEST_BYTES))
         return found
 
     def _fetch_once(self, first: int, last: int) -> bytes:
@@ -177,12 +177,14 @@ class RemoteFile(ReadInPlace):
         return answer.content
 
 
-def _spans(entry: TensorEntry, region: Region) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
+def _requests(
+    entry: TensorEntry, region: Region
+) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
     """Yield what to fetch: (first byte, last byte, the wanted runs within), near runs together."""
     first = last = 0
     together: list[tuple[int, int]] = []
     for begin, end in _runs(entry, region):
-        if together and (begin - last > GAP_BYTES or end - first > SPAN_BYTES):
+        if together and (begin - last > GAP_BYTES or end - first > REQUEST_BYTES):
             yield first, last, together
             together = []
         if not together:

@@ -10,21 +10,21 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Final
 
-from gradbox.protocol import JobState, OwnerUsage, Span, UsageView
+from gradbox.protocol import JobState, OwnerUsage, Period, UsageView
 from gradbox_service.accounting.usage import HOUR_S, Used
 from gradbox_service.backing import Backing
 from gradbox_service.identity.tokens import TokenInfo
 from gradbox_service.jobs.charges import with_running
 
 # Hours a bucket, and buckets.
-BUCKETS: Final[Mapping[Span, tuple[int, int]]] = {
+BUCKETS: Final[Mapping[Period, tuple[int, int]]] = {
     "day": (1, 24),
     "week": (6, 28),
     "month": (24, 30),
 }
 
 
-def usage_seen_by(caller: TokenInfo, box: Backing, span: Span) -> UsageView:
+def usage_seen_by(caller: TokenInfo, box: Backing, span: Period) -> UsageView:
     """Return what was used, by owner for the box's owner; for others, theirs and all the rest's."""
     now_s = time.time()
     hours, num_buckets = BUCKETS[span]

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 from fastapi import Request, Response
 
-from gradbox.protocol import JOB_AND_RESULT, JobView, joined
+from gradbox.protocol import JOB_AND_RESULT, JobView, joined_with_result
 from gradbox_service.backing import Backing
 from gradbox_service.http.allowances import OpenRequests
 from gradbox_service.http.event_hub import Hub
@@ -77,7 +77,7 @@ def answer_with(
             result = _small_result(record, box, caller=caller)
     has_ended = wait_s is not None and record.state.final
     return Response(
-        view.model_dump_json() if result is None else joined(view, result),
+        view.model_dump_json() if result is None else joined_with_result(view, result),
         status_code=202 if posted and not has_ended else 200,
         headers=headers,
         media_type="application/json" if result is None else JOB_AND_RESULT,

@@ -15,7 +15,7 @@ from gradbox.cli.doctor.finding import Finding, fine, problem, skipped
 from gradbox.settings import noted_reserve_bytes
 
 GIB: Final = 2**30
-RESERVE_SHARE: Final = 0.05
+RESERVE_FRACTION: Final = 0.05
 TIMEOUT_S: Final = 120.0
 SERVERS: Final = ("valkey-server", "redis-server")
 MODELS_FILE: Final = "models.toml"
@@ -109,8 +109,10 @@ def _disk(data: Path) -> Finding:
         folder for folder in (data.absolute(), *data.absolute().parents) if folder.is_dir()
     )
     usage = shutil.disk_usage(folder)
-    told_bytes = noted_reserve_bytes(data)
-    reserve_bytes = max(GIB, int(RESERVE_SHARE * usage.total)) if told_bytes is None else told_bytes
+    noted_bytes = noted_reserve_bytes(data)
+    reserve_bytes = (
+        max(GIB, int(RESERVE_FRACTION * usage.total)) if noted_bytes is None else noted_bytes
+    )
     free = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB are free at {folder}"
     if usage.free > reserve_bytes:
         return fine(check, free)

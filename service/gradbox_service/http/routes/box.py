@@ -9,7 +9,7 @@ from fastapi import Depends, Request
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
 from gradbox.errors import OwnerOnly
-from gradbox.protocol import BoxView, OperationOrder, OperationView, Span, UsageView
+from gradbox.protocol import BoxView, OperationOrder, OperationView, Period, UsageView
 from gradbox_service.dashboard.board import Board
 from gradbox_service.dashboard.history import usage_seen_by
 from gradbox_service.dashboard.picture import News
@@ -56,7 +56,7 @@ async def box_events(
 
 
 @router.get("/usage")
-def usage(box: Box, caller: Caller, span: Span = "day") -> UsageView:
+def usage(box: Box, caller: Caller, span: Period = "day") -> UsageView:
     """Use by owner over a span of time: everybody's for the box's owner.
 
     Others see their own, and the sum of all the rest as that of owner null.

@@ -1,8 +1,8 @@
 """Calls that are one forward job, and the gradient jobs at cotangents of its outputs.
 
-A `Batch` collects calls and runs the forward job; a `DoneBatch` is its backward half. The nodes of
-the graph hold that, and it holds no output: a tensor that its own graph held would never be freed,
-for Python does not see that ring through autograd.
+A `RemoteForward` collects calls and runs the forward job; a `DoneRemoteForward` is its backward
+half. The nodes of the graph hold that, and it holds no output: a tensor that its own graph held
+would never be freed, for Python does not see that ring through autograd.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gradbox.remote.autograd import CallInputs, CallOutput, GradientJob
 from gradbox.remote.calls import Call
 from gradbox.results.result import GradResult
 
-Place = tuple[int, str]
+Slot = tuple[int, str]
 """A call's index, and the name of one of its inputs or outputs; "" is the only output."""
 
 
@@ -55,7 +55,7 @@ class Owner(Protocol):
 
 
 @dataclass(frozen=True)
-class Placed:
+class CallFacts:
     """What is known of a call besides its tensors.
 
     Attributes:
@@ -68,7 +68,7 @@ class Placed:
     where: str
 
     @classmethod
-    def all_of(cls, calls: Sequence[Call]) -> dict[int, Placed]:
+    def all_of(cls, calls: Sequence[Call]) -> dict[int, CallFacts]:
         """Return it of a job's calls, by their index."""
         return {
             call.index: cls(
@@ -82,23 +82,23 @@ class Placed:
 class BackwardPass:
     """What one backward pass has found of a job: cotangents, and what came of those before."""
 
-    cotangents: dict[Place, Tensor] = field(default_factory=dict)
-    input_grads: dict[Place, Tensor] = field(default_factory=dict)
+    cotangents: dict[Slot, Tensor] = field(default_factory=dict)
+    input_grads: dict[Slot, Tensor] = field(default_factory=dict)
     grads: list[Mapping[str, Tensor]] = field(default_factory=list)
 
 
-class DoneBatch:
+class DoneRemoteForward:
     """A forward job that is done, and the gradient jobs at cotangents of its outputs."""
 
-    def __init__(self, owner: Owner, *, job_id: str, calls: Mapping[int, Placed]) -> None:
+    def __init__(self, owner: Owner, *, job_id: str, calls: Mapping[int, CallFacts]) -> None:
         self._owner = owner
         self._job_id = job_id
         self._calls = calls
         self._passes: dict[int, BackwardPass] = {}
 
-    def note(self, place: Place, cotangent: Tensor) -> None:
+    def note(self, slot: Slot, cotangent: Tensor) -> None:
         """Remember a cotangent of the backward pass that runs."""
-        self._backward_pass().cotangents[place] = cotangent
+        self._backward_pass().cotangents[slot] = cotangent
 
     def input_grads(self, call: int) -> list[Tensor | None]:
         """Return the gradients of a call's inputs, by a gradient job where none has run for it."""
@@ -127,19 +127,19 @@ class DoneBatch:
     def _run_gradient(self, found: BackwardPass) -> None:
         """Run the gradient job at the cotangents so far."""
         # One by one: on several devices another thread may note one meanwhile.
-        given = {place: found.cotangents.pop(place) for place in [*found.cotangents]}
+        given = {slot: found.cotangents.pop(slot) for slot in [*found.cotangents]}
         calls = dict.fromkeys(index for index, _ in given)
-        reached = [(index, name) for index in calls for name in self._calls[index].leaves]
+        inputs = [(index, name) for index in calls for name in self._calls[index].leaves]
         options = self._owner.options
         computation = Gradient(
             loss=Cotangents(
                 {
-                    section(self._calls, place): c.reshape(1) if c.ndim == 0 else c
-                    for place, c in given.items()
+                    section(self._calls, slot): c.reshape(1) if c.ndim == 0 else c
+                    for slot, c in given.items()
                 },
                 of=self._job_id,
             ),
-            wrt=wrt_of(options, self._calls, reached),
+            wrt=wrt_of(options, self._calls, inputs),
             **options_of(options, RunOptions),
         )
         try:
@@ -148,11 +148,11 @@ class DoneBatch:
             raise located(error, self._calls) from None
         unreached = set(result.manifest.unreached)
         found.grads.append({n: g for n, g in result.grads.items() if n not in unreached})
-        for key in reached:
+        for key in inputs:
             grad, before = self._input_grad(result, key), found.input_grads.get(key)
             found.input_grads[key] = grad if before is None else before + grad
 
-    def _input_grad(self, result: GradResult, key: Place) -> Tensor:
+    def _input_grad(self, result: GradResult, key: Slot) -> Tensor:
         index, name = key
         call = self._calls[index]
         found: Tensor = result.input_grads[f"{group_name(call.position)}/0/{name}"]
@@ -160,7 +160,7 @@ class DoneBatch:
 
 
 def wrt_of(
-    options: RemoteOptions, calls: Mapping[int, Placed], inputs: Sequence[Place]
+    options: RemoteOptions, calls: Mapping[int, CallFacts], inputs: Sequence[Slot]
 ) -> list[str] | None:
     """Return what a job differentiates: the parameters that are wanted, and these inputs."""
     names = globs(options.wrt)
@@ -170,9 +170,9 @@ def wrt_of(
     return [*(names or ["*"]), *named]
 
 
-def section(calls: Mapping[int, Placed], place: Place) -> str:
+def section(calls: Mapping[int, CallFacts], slot: Slot) -> str:
     """Return how a job's result calls an output."""
-    index, name = place
+    index, name = slot
     group = group_name(calls[index].position)
     return f"{group}/{name}" if name else group
 
@@ -182,7 +182,7 @@ def group_name(position: int) -> str:
     return f"z{position}"
 
 
-def located(error: GradboxError, calls: Mapping[int, Placed]) -> GradboxError:
+def located(error: GradboxError, calls: Mapping[int, CallFacts]) -> GradboxError:
     """Say at which line the call was made that the box refused."""
     lines = [call.where for call in calls.values()]
     for position, where in enumerate(lines):
@@ -197,10 +197,10 @@ BARE = ""
 
 
 class Runner(Owner, Protocol):
-    """The remote model that the calls were made of, which runs its batches in order."""
+    """The remote model that the calls were made of, which runs its forward jobs in order."""
 
-    def run_until(self, batch: Batch) -> None:
-        """Run the batches that wait, up to this one; raises what the first failed with."""
+    def run_until(self, forward: RemoteForward) -> None:
+        """Run the forward jobs that wait, up to this one; raises what the first failed with."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -223,7 +223,7 @@ class CallsForward(Forward):
         )
 
 
-class Batch:
+class RemoteForward:
     """A run of calls under one mode and the same weights."""
 
     def __init__(
@@ -241,12 +241,12 @@ class Batch:
         self._owner = owner
         self._names = names
         self._leaves = leaves
-        self._values: dict[Place, Tensor] = {}
+        self._values: dict[Slot, Tensor] = {}
         self._error: GradboxError | None = None
         self._done = False
 
-    def value(self, place: Place) -> Tensor:
-        """Return the output at `place`, running the job if it has not run.
+    def value(self, slot: Slot) -> Tensor:
+        """Return the output at `slot`, running the job if it has not run.
 
         Raises:
             GradboxError: the job failed; a note says where in the user's code the call was made.
@@ -261,7 +261,7 @@ class Batch:
                 )
             self._owner.run_until(self)
         self.check()
-        return self._values[place]
+        return self._values[slot]
 
     def check(self) -> None:
         """Raise what the job failed with, if it did."""
@@ -272,33 +272,33 @@ class Batch:
         """Run the forward job and build the graph; return its result, or None if it failed.
 
         Args:
-            weights: those of the batch as they are sent, and buffers as the batches before left
+            weights: those of the calls as they are sent, and buffers as the jobs before left
                 them.
         """
-        placed = Placed.all_of(self.calls)
+        facts = CallFacts.all_of(self.calls)
         leaves = [(call.index, name) for call in self.calls for name in call.leaves]
         options = self._owner.options
         given = options_of(options, RemoteOptions) | {
             "mode": self.mode,
             "transfer": options.transfer if weights else "exact",
-            "wrt": wrt_of(options, placed, leaves),
+            "wrt": wrt_of(options, facts, leaves),
             "retain": options.retain if any(call.recorded for call in self.calls) else 0,
         }
         computation = CallsForward(**given, weights=weights, calls=self.calls, returns=returns)
         try:
             result = self._owner.run_job(computation)
         except GradboxError as error:
-            self._error, self._done = located(error, placed), True
+            self._error, self._done = located(error, facts), True
             return None
         with torch.inference_mode(False), torch.enable_grad(), _without_saving_hooks():
-            self._record(result, placed)
+            self._record(result, facts)
         # What was sent is on the box; a gradient job names it by the forward job alone.
         self.weights, self.calls = {}, []
         self._done = True
         return result
 
-    def _record(self, result: GradResult, placed: Mapping[int, Placed]) -> None:
-        done = DoneBatch(self._owner, job_id=result.manifest.job, calls=placed)
+    def _record(self, result: GradResult, facts: Mapping[int, CallFacts]) -> None:
+        done = DoneRemoteForward(self._owner, job_id=result.manifest.job, calls=facts)
         # Made before all outputs, so that autograd runs them after those, see `autograd`.
         of_job = GradientJob.apply(self._owner.anchor, done, *self._leaves)  # type: ignore[no-untyped-call]
         of_inputs = {
@@ -309,18 +309,18 @@ class Batch:
         for call in self.calls:
             tokens = [of_job, *([of_inputs[call.index]] if call.leaves else [])]
             for name in self._names:
-                place = (call.index, name)
-                z = _output(result, placed, place).to(call.device)
-                self._values[place] = (
-                    CallOutput.apply(done, place, z, *tokens)  # type: ignore[no-untyped-call]
+                slot = (call.index, name)
+                z = _output(result, facts, slot).to(call.device)
+                self._values[slot] = (
+                    CallOutput.apply(done, slot, z, *tokens)  # type: ignore[no-untyped-call]
                     if call.recorded
                     else z
                 )
 
 
-def _output(result: GradResult, calls: Mapping[int, Placed], place: Place) -> Tensor:
-    z: Tensor = result.outputs[section(calls, place)]
-    rows = (result.manifest.rows or {})[group_name(calls[place[0]].position)]
+def _output(result: GradResult, calls: Mapping[int, CallFacts], slot: Slot) -> Tensor:
+    z: Tensor = result.outputs[section(calls, slot)]
+    rows = (result.manifest.rows or {})[group_name(calls[slot[0]].position)]
     return z.reshape(()) if rows == [None] else z
 
 
