@@ -60,6 +60,7 @@ def problem_of(answer: httpx.Response) -> tuple[str, str]:
 @pytest.fixture
 def http(box: TestBox) -> httpx.Client:
     client = box.http()
+    client.timeout = httpx.Timeout(120.0)  # the first job of a process imports what it needs
     assert client.put(f"/v1/blobs/{DIGEST}", content=FILE).status_code in (200, 201)
     return client
 

@@ -19,6 +19,9 @@ from gradbox_service.jobs.records import Memory
 from gradbox_service.settings import Settings
 from gradbox_service.store.room import Room, in_units
 
+# Of the memory that Redis may take, what new jobs may fill.
+NEW_JOBS_FRACTION: Final = 0.8
+
 
 def check_values(body: bytes, *, settings: Settings) -> None:
     """Count the values in a body before it is parsed: each of them costs memory and time then.
@@ -72,10 +75,6 @@ def check_queue(num_active: int, *, settings: Settings) -> None:
             f"{num_active} of your jobs wait or run, and at most {settings.max_queued_jobs} may on "
             "this box: wait until some have ended, or cancel some (`gradbox jobs cancel ID`)"
         )
-
-
-# Of the memory that Redis may take, what new jobs may fill.
-NEW_JOBS_FRACTION: Final = 0.8
 
 
 def check_memory(memory: Memory) -> None:

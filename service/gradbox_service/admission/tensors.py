@@ -11,6 +11,10 @@ from gradbox_service.accounting.blob_owners import OwnBlobs
 
 References = Iterable[tuple[str, TensorRef]]
 """Each reference to a single tensor, with where in the spec it is named."""
+# Opening a blob costs a file read here and a mapping in the worker.
+MAX_BLOBS = 10_000
+MAX_LISTED = 1000
+FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 def shared_references(spec: SharedSpec) -> References:
@@ -33,12 +37,6 @@ def named_references(where: str, references: Mapping[str, object]) -> References
     for name, value in references.items():
         if isinstance(value, TensorRef):
             yield f"{where}.{name}", value
-
-
-# Opening a blob costs a file read here and a mapping in the worker.
-MAX_BLOBS = 10_000
-MAX_LISTED = 1000
-FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 class TensorHeaders:

@@ -27,6 +27,10 @@ from gradbox_service.jobs import JobRecord, Records
 
 SPARED_S: Final = 3600.0
 SETTLED_SPARED_S: Final = 900.0
+# Of the memory that Redis may take: below what new jobs may fill.
+RECORDS_FRACTION: Final = 0.6
+# That are looked at in one look; the rest waits for the next one.
+MAX_RECORDS: Final = 10_000
 
 
 @dataclass(frozen=True)
@@ -110,12 +114,6 @@ def _until_within(
             chosen.add(file)
             taken_bytes -= file.size_bytes
     return chosen
-
-
-# Of the memory that Redis may take: below what new jobs may fill.
-RECORDS_FRACTION: Final = 0.6
-# That are looked at in one look; the rest waits for the next one.
-MAX_RECORDS: Final = 10_000
 
 
 def crowding(records: Records, *, may_go: Callable[[JobRecord], bool]) -> list[str]:

@@ -28,6 +28,11 @@ from gradbox_service.jobs.records import Mark
 
 # Names that are remembered, of all jobs together: about 60 MB.
 REMEMBERED: Final = 500_000
+PAGE: Final = 200
+# Of an owner's jobs; what only earlier ones needed goes by its last use.
+MAX_JOBS: Final = 2000
+# Computations from whose result no job goes on.
+ENDS: Final = frozenset({"gradient", "mixed_gradient"})
 
 
 class Needed:
@@ -83,13 +88,6 @@ def named_in(value: object) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from named_in(item)
-
-
-PAGE: Final = 200
-# Of an owner's jobs; what only earlier ones needed goes by its last use.
-MAX_JOBS: Final = 2000
-# Computations from whose result no job goes on.
-ENDS: Final = frozenset({"gradient", "mixed_gradient"})
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,12 @@ from gradbox_service.fleet.workers import offered_versions
 from gradbox_service.jobs import Change, JobRecord
 from gradbox_service.jobs.charges import busy_with_running
 
+# Between two pictures, and between two that read everything.
+PACE_S: Final = 0.25
+REREAD_S: Final = 5.0
+# With more changed records than this, everything is read.
+MANY: Final = 50
+
 
 class Source:
     """The box as it was last read. Only one thread at a time may draw."""
@@ -97,12 +103,6 @@ class Source:
 
 
 log = logging.getLogger(__name__)
-
-# Between two pictures, and between two that read everything.
-PACE_S: Final = 0.25
-REREAD_S: Final = 5.0
-# With more changed records than this, everything is read.
-MANY: Final = 50
 
 
 class Board:

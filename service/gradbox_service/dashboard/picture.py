@@ -37,6 +37,10 @@ from gradbox_service.jobs import JobRecord, QueuePosition
 MAX_WAITING: Final = 100
 MINUTES_SHOWN: Final = 60
 KEY_LENGTH: Final = 12
+# A document is not made longer than this by one more row.
+MAX_BYTES: Final = 1900
+# What a job that ends or begins changes of all that wait.
+MOVED: Final = {"position", "begins_s"}
 
 
 @dataclass(frozen=True)
@@ -167,11 +171,6 @@ def _job(
         name=record.name,
     )
 
-
-# A document is not made longer than this by one more row.
-MAX_BYTES: Final = 1900
-# What a job that ends or begins changes of all that wait.
-MOVED: Final = {"position", "begins_s"}
 
 Row = tuple[str, str]
 

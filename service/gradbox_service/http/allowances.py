@@ -28,6 +28,10 @@ from gradbox_service.http.problems import problem_response
 from gradbox_service.identity.tokens import digest_of
 from gradbox_service.settings import Settings
 
+BURST_S = 4.0
+# Senders and tokens remembered; a bucket that is forgotten is full again.
+MAX_BUCKETS = 10_000
+
 
 class OpenRequests:
     """Counts the open requests of one kind by owner; for the event loop alone."""
@@ -96,11 +100,6 @@ async def transfer(request: Request, caller: Caller) -> AsyncIterator[None]:
     transfers: OpenRequests = request.app.state.transfers
     with transfers.one_more(caller.name):
         yield
-
-
-BURST_S = 4.0
-# Senders and tokens remembered; a bucket that is forgotten is full again.
-MAX_BUCKETS = 10_000
 
 
 @dataclass

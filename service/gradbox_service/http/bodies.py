@@ -39,6 +39,18 @@ if TYPE_CHECKING:
 LARGE_BYTES = 256 * KIB
 
 Made = TypeVar("Made")
+FORM: Final = "multipart/form-data"
+JOB: Final = "job"
+# A job and its blobs, with what is between them.
+MAX_BODY_BYTES: Final = MIB
+# The parser has a limit of its own for each header: this one bounds what a body makes us keep.
+MAX_PARTS: Final = 257
+DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+EXPECTED: Final = (
+    f"a {FORM} body: expected one part named {JOB!r} and others named by the SHA-256 of the blob "
+    "that they are, as docs/wire.md has it"
+)
+SMALL_BYTES: Final = 4 * KIB
 
 
 class Bodies:
@@ -104,19 +116,6 @@ def announced_bytes(request: Request) -> int:
     """Return the Content-Length; 0 for a body that comes in chunks."""
     length = request.headers.get("content-length", "")
     return int(length) if length.isascii() and length.isdigit() else 0
-
-
-FORM: Final = "multipart/form-data"
-JOB: Final = "job"
-# A job and its blobs, with what is between them.
-MAX_BODY_BYTES: Final = MIB
-# The parser has a limit of its own for each header: this one bounds what a body makes us keep.
-MAX_PARTS: Final = 257
-DIGEST: Final = re.compile(r"[0-9a-f]{64}")
-EXPECTED: Final = (
-    f"a {FORM} body: expected one part named {JOB!r} and others named by the SHA-256 of the blob "
-    "that they are, as docs/wire.md has it"
-)
 
 
 @dataclass(frozen=True)
@@ -205,9 +204,6 @@ class _Reader:
 
     def _on_end(self) -> None:
         self.ended = True
-
-
-SMALL_BYTES: Final = 4 * KIB
 
 
 class SmallBodies:

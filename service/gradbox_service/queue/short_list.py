@@ -22,6 +22,8 @@ from gradbox_service.queue.active_jobs import ActiveJobs
 MAX_PASSED_BY: Final = 4
 LOOK_AHEAD: Final = 8
 WARM_LEAD_S: Final = 10.0
+# A turn that left the list so long ago, and whose job waits still, is lost.
+TURN_GRACE_S: Final = 5.0
 
 
 class Choice:
@@ -55,10 +57,6 @@ class Choice:
                 self._passed_by[first.id] = passed_by + 1
                 return record
         return first
-
-
-# A turn that left the list so long ago, and whose job waits still, is lost.
-TURN_GRACE_S: Final = 5.0
 
 
 @dataclass

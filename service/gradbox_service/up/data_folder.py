@@ -25,6 +25,8 @@ from gradbox_service.identity.tokens import Tokens
 from gradbox_service.store.files import lock_file, write_whole
 from gradbox_service.up.embedded_redis import NoRedis
 
+TOKEN_FILE: Final = "owner-token"
+
 
 class DataInUse(GradboxError):
     """Another `gradbox up` keeps its data in this folder."""
@@ -50,9 +52,6 @@ def lock_folder(data: Path) -> int:
     os.truncate(descriptor, 0)
     os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
     return descriptor
-
-
-TOKEN_FILE: Final = "owner-token"
 
 
 class Credentials:

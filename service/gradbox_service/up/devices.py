@@ -18,6 +18,11 @@ from gradbox_service.up.processes import Part, PartFailed, ended
 _DRIVER: Final = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))
 _ASK: Final = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
 ASK_TIMEOUT_S: Final = 120.0
+MODULE: Final = "gradbox_worker.cluster"
+NAME: Final = "cluster"
+# Written by the head once jobs can run, and when devices come or go; removed when it ends.
+ADDRESS_FILE: Final = "cluster.json"
+LOOK_S: Final = 0.1
 
 
 def spread(device: str, *, num_workers: int | None) -> list[str]:
@@ -45,13 +50,6 @@ def _num_cuda_devices() -> int:
         [sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=ASK_TIMEOUT_S
     )
     return int(asked.stdout) if asked.returncode == 0 else 0
-
-
-MODULE: Final = "gradbox_worker.cluster"
-NAME: Final = "cluster"
-# Written by the head once jobs can run, and when devices come or go; removed when it ends.
-ADDRESS_FILE: Final = "cluster.json"
-LOOK_S: Final = 0.1
 
 
 @dataclass(frozen=True)

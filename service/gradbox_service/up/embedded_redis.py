@@ -38,6 +38,13 @@ log = logging.getLogger(__name__)
 FOLDER: Final = "appendonlydir"
 BACKUPS: Final = "before-cut"
 STEP_BYTES: Final = 2**20
+LOG = "redis.log"
+# The kernel's limit on a socket's path, with its ending zero byte, is 108 (104 on macOS).
+MAX_SOCKET_PATH = 100
+# To say something; to load a large append-only file takes what it takes.
+START_TIMEOUT_S = 60.0
+LOOK_S = 0.01
+STOP_TIMEOUT_S = 15.0
 
 
 def cut_zeros(folder: Path) -> list[Path]:
@@ -88,14 +95,6 @@ def _length_without_zeros(path: Path) -> int:
 AppendFsync = Literal["everysec", "always", "no"]
 
 log = logging.getLogger(__name__)
-
-LOG = "redis.log"
-# The kernel's limit on a socket's path, with its ending zero byte, is 108 (104 on macOS).
-MAX_SOCKET_PATH = 100
-# To say something; to load a large append-only file takes what it takes.
-START_TIMEOUT_S = 60.0
-LOOK_S = 0.01
-STOP_TIMEOUT_S = 15.0
 
 
 class NoRedis(GradboxError):

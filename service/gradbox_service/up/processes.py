@@ -20,6 +20,16 @@ from gradbox.errors import GradboxError
 from gradbox_service.repeating_thread import RepeatingThread
 
 _PR_SET_PDEATHSIG = 1
+FIRST_PAUSE_S: Final = 0.5
+LONGEST_PAUSE_S: Final = 5.0
+TAIL_LINES: Final = 12
+# A longer log is put aside, at most so much of it; the log that was put aside before goes.
+# A part writes its own lines alone, so that looking ten times a second is soon enough.
+LONGEST_LOG_BYTES: Final = 8 * 2**20
+LOOK_S: Final = 0.1
+STOP_S: Final = 10.0
+# What a shell returns for a process that a signal ended.
+SIGNALLED: Final = 128
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> Callable[[], None] | None:
@@ -41,15 +51,6 @@ def die_with_parent(number: signal.Signals = signal.SIGKILL) -> Callable[[], Non
             os.kill(os.getpid(), number)
 
     return arrange
-
-
-FIRST_PAUSE_S: Final = 0.5
-LONGEST_PAUSE_S: Final = 5.0
-TAIL_LINES: Final = 12
-# A longer log is put aside, at most so much of it; the log that was put aside before goes.
-# A part writes its own lines alone, so that looking ten times a second is soon enough.
-LONGEST_LOG_BYTES: Final = 8 * 2**20
-LOOK_S: Final = 0.1
 
 
 class PartFailed(GradboxError):
@@ -225,11 +226,6 @@ def rotate(log: Path) -> None:
     os.truncate(log, 0)
     with suppress(OSError):  # on a full disk the box matters more than its log
         log.with_suffix(".log.1").write_bytes(kept)
-
-
-STOP_S: Final = 10.0
-# What a shell returns for a process that a signal ended.
-SIGNALLED: Final = 128
 
 
 class Script:

@@ -23,8 +23,6 @@ log = logging.getLogger(__name__)
 
 # Asked every few seconds by machines: counted, and logged at DEBUG alone.
 PROBES: Final = ("/livez", "/readyz", "/metrics")
-
-
 HEADER: Final = "X-Request-ID"
 _ACCEPTED: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -57,7 +55,8 @@ class RequestWatch:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message).setdefault(HEADER, request_id)
-            sent_bytes += len(message.get("body", b""))
+            if scope["method"] != "HEAD":  # whose body the server leaves out
+                sent_bytes += len(message.get("body", b""))
             await send(message)
 
         try:
