@@ -58,8 +58,8 @@ def fp16_scale(tensors: Iterable[Tensor], *, largest: float) -> float:
 
     1 where they are all zero, or not finite. Waits for the device.
     """
-    found = [tensor.abs().amax() for tensor in tensors if tensor.numel()]
-    top = float(torch.stack(found).amax()) if found else 0.0
+    largest_of_each = [tensor.abs().amax() for tensor in tensors if tensor.numel()]
+    top = float(torch.stack(largest_of_each).amax()) if largest_of_each else 0.0
     if not 0 < top < math.inf:
         return 1.0
     return 2.0 ** min(round(math.log2(largest / top)), MOST_DOUBLINGS)

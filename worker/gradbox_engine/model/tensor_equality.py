@@ -59,8 +59,8 @@ def strided_parts(tensor: Tensor) -> list[Tensor]:
 
 def storages_of(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
     """Return the storages that tensors use, by address."""
-    found = (part.untyped_storage() for tensor in tensors for part in strided_parts(tensor))
-    return {storage.data_ptr(): storage for storage in found}
+    storages = (part.untyped_storage() for tensor in tensors for part in strided_parts(tensor))
+    return {storage.data_ptr(): storage for storage in storages}
 
 
 def is_plain(tensor: Tensor) -> bool:

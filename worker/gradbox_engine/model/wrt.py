@@ -121,8 +121,8 @@ def matched_inputs(
         for group in groups
     }
     for pattern, needed in patterns.items():
-        found = any(_matches(g, name, [pattern]) for g, names in known.items() for name in names)
-        if needed and not found:
+        matched = any(_matches(g, name, [pattern]) for g, names in known.items() for name in names)
+        if needed and not matched:
             raise UnknownParameter(
                 f"wrt: expected {INPUTS + pattern!r} to match a floating-point argument, got none; "
                 f"there are {known}"

@@ -36,15 +36,15 @@ def choose(output: Any, choice: str | int | None) -> Any:
     """
     if choice is None:
         return output
-    found = output
+    value = output
     for step in [choice] if isinstance(choice, int) else choice.split("."):
         try:
-            found = _step(found, step)
+            value = _step(value, step)
         except (KeyError, IndexError, AttributeError, TypeError):
             raise BadOutput(
                 f"output: expected {choice!r} in what the model returned, got {describe(output)}"
             ) from None
-    return found
+    return value
 
 
 def as_outputs(value: Any, *, source: str) -> Outputs:

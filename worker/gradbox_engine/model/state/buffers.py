@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,13 @@ Slot = tuple[str, str]
 Live = dict[Slot, Tensor | None]
 
 
+class Registered(NamedTuple):
+    """What a model was registered with."""
+
+    state: ModelState
+    buffers: RegisteredBuffers
+
+
 class Snapshot:
     """A model's state at one moment.
 
@@ -51,19 +58,19 @@ class Snapshot:
 
     def __init__(
         self,
-        buffers: Buffers,
+        registered: Registered,
         numbers: BufferNumbers,
         beyond: State | None,
         carrying: frozenset[Slot] = frozenset(),
     ) -> None:
         self.numbers, self.beyond, self.carrying = numbers, beyond, carrying
-        self.buffers = buffers
+        self.registered = registered
 
     @property
     def values(self) -> Live:
         """The values of all buffers by slot, those kept together as views."""
-        numbers, indices = self.numbers.values, self.buffers.numbers.indices
-        bound = self.buffers.bound(self.beyond or AS_REGISTERED)
+        numbers, indices = self.numbers.values, self.registered.buffers.indices
+        bound = self.registered.state.bound(self.beyond or AS_REGISTERED)
         return {
             slot: numbers[indices[id(value)]] if id(value) in indices else value
             for slot, value in bound.items()
@@ -71,14 +78,14 @@ class Snapshot:
 
     def with_values(self, values: Live) -> Snapshot:
         """Return one in which registered buffers have these values, and all else stays as it is."""
-        indices = self.buffers.numbers.indices
-        bound = self.buffers.bound(AS_REGISTERED)
+        indices = self.registered.buffers.indices
+        bound = self.registered.state.bound(AS_REGISTERED)
         apart = {
             indices[id(buffer)]: value
             for slot, buffer in bound.items()
             if (value := values.get(slot)) is not None
         }
-        return Snapshot(self.buffers, BufferNumbers(apart, versions={}), None)
+        return Snapshot(self.registered, BufferNumbers(apart, versions={}), None)
 
     def equals(self, other: Snapshot) -> bool:
         """Return whether values are equal, NaN not, and what else is kept; waits for the device."""
@@ -96,10 +103,11 @@ class Buffers:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._modules = dict(model.named_modules())
+        self._tables = {name: module._buffers for name, module in model.named_modules()}
         self.beyond = ModelState(model)
-        self.numbers = RegisteredBuffers(b for b in self._live().values() if b is not None)
-        self.first = Snapshot(self, self.numbers.first, AS_REGISTERED)
+        buffers = RegisteredBuffers(b for b in self._live().values() if b is not None)
+        self._registered = Registered(self.beyond, buffers)
+        self.first = Snapshot(self._registered, buffers.first, AS_REGISTERED)
 
     def advance(self, previous: Snapshot) -> Snapshot:
         """Return the state after a shard, and make the model ready for the next one.
@@ -111,21 +119,25 @@ class Buffers:
             GraphInBuffer: a registered tensor was overwritten by one with a graph.
         """
         carrying = self._carrying()
-        numbers, beyond = self.numbers.take(previous.numbers), self.beyond.state()
+        numbers = self._registered.buffers.take(previous.numbers)
+        beyond = self.beyond.state()
         self._cut_graphs(carrying)
-        return Snapshot(self, numbers, beyond, carrying)
+        return Snapshot(self._registered, numbers, beyond, carrying)
 
     def _carrying(self) -> frozenset[Slot]:
         """Return which buffers carry a graph, or are another leaf than the registered one.
 
         A registered leaf that was only told to require grad carries none, and is told not to.
         """
-        found = set()
+        carrying = set()
         for slot, buffer in self._live().items():
             if buffer is None or not buffer.requires_grad:
                 continue
-            if id(buffer) not in self.numbers.indices and buffer.layout is torch.strided:
-                found.add(slot)
+            if (
+                id(buffer) not in self._registered.buffers.indices
+                and buffer.layout is torch.strided
+            ):
+                carrying.add(slot)
             elif buffer.is_leaf and not isinstance(buffer, nn.Parameter):
                 buffer.requires_grad_(False)
             else:
@@ -134,12 +146,12 @@ class Buffers:
                     f"one that requires grad, so gradients would cross from shard to shard; update "
                     f"it under torch.no_grad() or from detached tensors"
                 )
-        return frozenset(found)
+        return frozenset(carrying)
 
     def _cut_graphs(self, slots: Iterable[Slot]) -> None:
         """Put a zero that no gradient may reach in the place of these buffers' graphs."""
         for module, name in slots:
-            bound = self._modules[module]._buffers
+            bound = self._tables[module]
             value = bound[name]
             assert value is not None
             value = value.detach()
@@ -154,7 +166,7 @@ class Buffers:
             self.beyond.restore_buffers()
         else:
             self.beyond.restore(snapshot.beyond)
-        self.numbers.restore(snapshot.numbers)
+        self._registered.buffers.restore(snapshot.numbers)
         self._cut_graphs(snapshot.carrying)
 
     @contextmanager
@@ -178,27 +190,19 @@ class Buffers:
     def named(self, snapshot: Snapshot) -> dict[str, Tensor]:
         """Return copies of a snapshot's values by the names `named_buffers` gives them."""
         values = snapshot.values
-        ordered = dict.fromkeys([*self.bound(AS_REGISTERED), *values])
+        ordered = dict.fromkeys([*self.beyond.bound(AS_REGISTERED), *values])
         return {
             _join(*slot): value.detach().clone()
             for slot in ordered
             if (value := values.get(slot)) is not None
         }
 
-    def bound(self, beyond: State) -> Live:
-        """Return what a state binds to the names of buffers; a registered buffer as it is now."""
-        return {
-            (module, name): value
-            for module, entries in self.beyond.tables_of_buffers(beyond)
-            for name, value in entries
-        }
-
     def _live(self) -> Live:
         return {
             (prefix, name): buffer
-            for prefix, module in self._modules.items()
-            if module._buffers
-            for name, buffer in module._buffers.items()
+            for prefix, table in self._tables.items()
+            if table
+            for name, buffer in table.items()
         }
 
 
@@ -217,20 +221,22 @@ def packed(states: Sequence[Snapshot], model: ModelState) -> Checkpoint:
     return Checkpoint(tensors, {"states": facts})
 
 
-def unpacked(found: Checkpoint, first: Snapshot, model: ModelState) -> list[Snapshot]:
+def unpacked(checkpoint: Checkpoint, first: Snapshot, model: ModelState) -> list[Snapshot]:
     """Return S₀ … Sₙ, S₀ being `first`."""
     states, numbers = [first], first.numbers.values
     changed: dict[int, dict[str, Tensor]] = {}
-    for key, value in found.tensors.items():
+    for key, value in checkpoint.tensors.items():
         place, _, name = key.partition("/")
         changed.setdefault(int(place), {})[name] = value
-    for index, (told, num_copies, carrying) in enumerate(found.facts["states"]):
+    for index, (told, num_copies, carrying) in enumerate(checkpoint.facts["states"]):
         named = changed.get(index, {})
         copies = [named.pop(f"copy {number}") for number in range(num_copies)]
         numbers = numbers | {int(i): value for i, value in named.items()}
         beyond = from_stated(model, told, copies)
         slots = frozenset((module, name) for module, name in carrying)
-        states.append(Snapshot(first.buffers, BufferNumbers(numbers, versions={}), beyond, slots))
+        states.append(
+            Snapshot(first.registered, BufferNumbers(numbers, versions={}), beyond, slots)
+        )
     return states
 
 

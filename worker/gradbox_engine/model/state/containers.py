@@ -78,12 +78,12 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
     if of_library and not isinstance(value, (nn.Module, SimpleNamespace)):
         return None
     try:
-        found: dict[str, Any] = object.__getattribute__(  # and of no proxy's object
+        attributes: dict[str, Any] = object.__getattribute__(  # and of no proxy's object
             value, "__dict__"
         )
     except AttributeError:
         return {name: getattr(value, name) for name in slots_of(value) if hasattr(value, name)}
-    return found
+    return attributes
 
 
 def slots_of(value: Any) -> list[str]:

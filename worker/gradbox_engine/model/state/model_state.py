@@ -25,9 +25,9 @@ entries in all, as a trainer with its data does.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from operator import is_, methodcaller
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -65,6 +65,7 @@ from gradbox_engine.model.tensor_equality import storages_of
 
 OF_TORCH: Final = frozenset(vars(nn.Module())) - {"training"} | {"__class__"}
 TABLES: Final = frozenset(n for n, v in vars(nn.Module()).items() if isinstance(v, CONTAINERS))
+TABLE_KINDS: Final = (*CONTAINERS, *MAPPINGS)
 # Of most attributes: nothing is inside these.
 ATOMS: Final = frozenset({*VALUES, torch.Size, slice, type, type(len), FunctionType})
 CONSTANT: Final = (*VALUES, FunctionType, BuiltinFunctionType, type, nn.Parameter)
@@ -121,9 +122,8 @@ class ModelState:
         """Whether one left out numbers or lengths: no pass may begin with a later shard."""
         self.lacks_fillings = False
         """Whether one left out what came where there was nothing."""
-        self._first: dict[int, Mutable] = {}
+        self._registered: dict[int, Mutable] = {}
         self._empty: list[Any] = []  # most tables of hooks
-        self._empty_places: list[tuple[str, nn.Module, str]] = []
         self._seen = global_generators()
         self._before: dict[str, Outline] | None = None  # of what the shard before left out
         self._model = model
@@ -131,14 +131,18 @@ class ModelState:
         self._tables_of_buffers = {id(module._buffers) for _, module in self._modules}
         self.tensors = self._find()
         """Those that are registered nowhere."""
-        found = self._first.values()
-        self.entries = [inside for inside in found if isinstance(inside, Entries)]
-        """Of all modules, objects and containers, in one order for each model."""
-        self._in_dicts = [e for e in self.entries if isinstance(e.container, dict)]
-        self._others = [inside for inside in found if not _in_dict(inside)]
+        mutables = self._registered.values()
+        self._in_dicts = [e for e in mutables if isinstance(e, Entries) and _in_dict(e)]
+        self._others = [inside for inside in mutables if not _in_dict(inside)]
         self._dicts = [entries.container for entries in self._in_dicts]
         self._owners = [entries.owner for entries in self._in_dicts]
         self._keys, self._values = self._live()
+
+    @cached_property
+    def entries(self) -> list[Entries]:
+        """Of all modules, objects and containers, as registered, in one order for each model."""
+        mutables = (*self._registered.values(), *self._empty_tables.values())
+        return [inside for inside in mutables if isinstance(inside, Entries)]
 
     def state(self) -> State:
         """Return what differs after a shard, and bind tensors that came since to copies."""
@@ -149,7 +153,7 @@ class ModelState:
         for key, inside in changed.items():
             if key in self._tables_of_buffers:  # all are kept
                 continue
-            registered = self._first.get(key)
+            registered = self._registered.get(key)
             if parts := inside.too_much(registered, keepable):
                 left += inside.leave_out(registered, parts)
         self._note(left)
@@ -173,9 +177,10 @@ class ModelState:
         ]
         if not new:
             return []
-        tables = (entries for _, entries in self.tables_of_buffers(AS_REGISTERED))
-        buffers = (b for _, b in chain.from_iterable(tables) if b is not None)
-        others = (inside.owner for inside in self._first.values() if isinstance(inside, Numbers))
+        buffers = filter(torch.is_tensor, self.bound(AS_REGISTERED).values())
+        others = (
+            inside.owner for inside in self._registered.values() if isinstance(inside, Numbers)
+        )
         registered = storages_of(chain(self._model.parameters(), buffers, others))
         return [tensor for tensor in new if not storages_of([tensor]).keys() & registered.keys()]
 
@@ -193,7 +198,7 @@ class ModelState:
         lacks: bool,
         copied: Iterable[Tensor],
     ) -> State:
-        differing = {key: m.differing(self._first.get(key)) for key, m in changed.items()}
+        differing = {key: m.differing(self._registered.get(key)) for key, m in changed.items()}
         kept = frozenset(key for key, names in differing.items() if names)
         kept -= self._tables_of_buffers
         names = sorted(chain.from_iterable(differing.values()))
@@ -204,7 +209,7 @@ class ModelState:
         """Put back what was there when a `state` was taken; its tensors that came as copies."""
         others = _copies(state.copies)
         if state or not self._is_as_registered():
-            for key, registered in self._first.items():
+            for key, registered in self._registered.items():
                 if key not in state.changed:
                     registered.restore(others)
             for table in filter(None, self._empty):
@@ -218,16 +223,18 @@ class ModelState:
 
     def restore_buffers(self) -> None:
         """Bind the names of buffers to the registered ones."""
-        for key in self._tables_of_buffers & self._first.keys():
-            self._first[key].restore({})
+        for key in self._tables_of_buffers & self._registered.keys():
+            self._registered[key].restore({})
 
-    def tables_of_buffers(self, state: State) -> Iterator[tuple[str, Iterable[tuple[str, Any]]]]:
-        """Return by module the buffers that are bound in a state, with their names."""
+    def bound(self, state: State) -> dict[tuple[str, str], Tensor | None]:
+        """Return what is bound to buffers' names, each beside its submodule's, in a state."""
+        buffers: dict[tuple[str, str], Tensor | None] = {}
         for path, module in self._modules:
             key = id(module._buffers)
-            inside = state.changed.get(key) or self._first.get(key)
-            if isinstance(inside, Entries):
-                yield path, inside.parts()
+            table = state.changed.get(key) or self._registered.get(key)
+            if isinstance(table, Entries):
+                buffers |= {(path, name): buffer for name, buffer in table.parts()}
+        return buffers
 
     def _find(self) -> list[Tensor]:
         """Note what can change in submodules, then what lies inside their attributes."""
@@ -237,25 +244,26 @@ class ModelState:
         places: list[Place] = []
         for path, module in self._modules:
             attributes = vars(module)
-            self._first[id(module)] = Entries(path, module, attributes)
+            self._registered[id(module)] = Entries(path, module, attributes)
             if isinstance(module, torch.jit.ScriptModule):
                 inside = scripted(path, module)
-                self._first[id(inside)] = inside
+                self._registered[id(inside)] = inside
             for name, value in attributes.items():
-                if name in TABLES and isinstance(value, (*CONTAINERS, *MAPPINGS)):
-                    if value or name == "_buffers":
-                        self._first[id(value)] = Entries(path_to(name, path, module), value, value)
+                if name in TABLES and isinstance(value, TABLE_KINDS):
+                    if value:
+                        self._registered[id(value)] = Entries(
+                            path_to(name, path, module), value, value
+                        )
                     else:
                         self._empty.append(value)
-                        self._empty_places.append((path, module, name))
                 elif name not in OF_TORCH and type(value) not in ATOMS:
                     places.append((path_to(name, path, module), value))
-        self._seen.update(self._first)
-        found, tensors = _inside(places, self._seen)
-        self._first |= found
+        self._seen.update(self._registered)
+        mutables, tensors = _inside(places, self._seen)
+        self._registered |= mutables
         for path, tensor in tensors:
             if can_be_put_back(tensor):
-                self._first[id(tensor)] = Numbers(path, tensor)
+                self._registered[id(tensor)] = Numbers(path, tensor)
         return [tensor for _, tensor in tensors]
 
     def _came_since(self, changed: Iterable[Mutable]) -> dict[int, Mutable]:
@@ -296,12 +304,21 @@ class ModelState:
         if self._is_as_registered():
             return changed
         in_dicts = [entries for entries in self._in_dicts if entries.changed()]
-        filled = [
-            Entries(path_to(name, path, module), table, table)
-            for table, (path, module, name) in zip(self._empty, self._empty_places, strict=True)
-            if table
-        ]
+        filled = [self._empty_tables[id(table)].again() for table in self._empty if table]
         return [*in_dicts, *filled, *changed]
+
+    @cached_property
+    def _empty_tables(self) -> dict[int, Entries]:
+        """By id, the tables of submodules that were empty, which few ask for."""
+        empty, tables = set(map(id, self._empty)), {}
+        for path, module in self._modules:
+            attributes = self._registered[id(module)]
+            assert isinstance(attributes, Entries)
+            for name, value in attributes.parts():
+                if id(value) in empty:
+                    tables[id(value)] = table = Entries(path_to(name, path, module), value, value)
+                    table.keys, table.values = [], []
+        return tables
 
     def _is_as_registered(self) -> bool:
         """Return whether dicts and attributes hold what was registered, not only what equals it."""
@@ -325,7 +342,7 @@ def _inside(places: Iterable[Place], seen: set[int]) -> tuple[dict[int, Mutable]
 
     Nothing where that is more than is looked at.
     """
-    found: dict[int, Mutable] = {}
+    mutables: dict[int, Mutable] = {}
     tensors: list[Place] = []
     num_inside = 0
     left = deque(places)
@@ -338,21 +355,21 @@ def _inside(places: Iterable[Place], seen: set[int]) -> tuple[dict[int, Mutable]
         if num_inside > MOST_INSIDE:
             return {}, []
         if (inside := mutable(path, value)) is not None:
-            found[id(value)] = inside
+            mutables[id(value)] = inside
         if isinstance(value, Tensor):
             tensors.append((path, value))
         for name, part in parts_of(value):
             if type(part) not in ATOMS and id(part) not in seen:
                 left.append((path_to(name, path, value), part))
-    return found, tensors
+    return mutables, tensors
 
 
 def _copies(tensors: Collection[Tensor]) -> dict[int, Tensor]:
     """Return leaves of the same numbers by id, which lie in each other's memory as tensors do."""
-    found = copies(tensors)
+    leaves = copies(tensors)
     for tensor in tensors:
-        found[id(tensor)].requires_grad_(tensor.requires_grad and tensor.is_leaf)
-    return found
+        leaves[id(tensor)].requires_grad_(tensor.requires_grad and tensor.is_leaf)
+    return leaves
 
 
 def _in_dict(inside: Mutable) -> bool:

@@ -148,10 +148,10 @@ def can_be_put_back(tensor: Tensor) -> bool:
 
 def global_generators() -> set[int]:
     """Return the ids of the generators that no model owns: they are seeded for each shard."""
-    found = {id(torch.default_generator), id(getattr(random, "_inst", None))}
+    generators = {id(torch.default_generator), id(getattr(random, "_inst", None))}
     if numpy is not None:
-        found.add(id(getattr(numpy.random.mtrand, "_rand", None)))
-    return found | set(map(id, torch.cuda.default_generators))
+        generators.add(id(getattr(numpy.random.mtrand, "_rand", None)))
+    return generators | set(map(id, torch.cuda.default_generators))
 
 
 class Entries:
@@ -216,14 +216,14 @@ class Entries:
     def leave_out(self, registered: Mutable | None, parts: list[Any]) -> list[LeftOut]:
         values, ids = self.values or [], set(map(id, parts))
         names = [name for name, v in zip(self.keys, values, strict=False) if id(v) in ids]
-        first = registered if isinstance(registered, Entries) else None
+        known = registered if isinstance(registered, Entries) else None
         self.values = [LEFT_OUT if id(v) in ids else v for v in values] if self.keys else None
         if self.is_container:
             now = _outline(tuple(parts))
-            if first is None or len(first.values or []) != len(values):
+            if known is None or len(known.values or []) != len(values):
                 now.append(len(values))
             return [LeftOut(self.path, now, counts=bool(beyond_kinds(now)), fills=False)]
-        before, by_name = first.by_key() if first else {}, dict(zip(self.keys, values, strict=True))
+        before, by_name = known.by_key() if known else {}, dict(zip(self.keys, values, strict=True))
         return [self._left_out(name, by_name[name], before.get(name)) for name in names]
 
     def differing(self, registered: Mutable | None) -> list[str]:
@@ -314,7 +314,7 @@ class Numbers(Whole):
     """A tensor's, with its version counter: a graph that saved it finds the version it saved."""
 
     def __init__(self, path: str, tensor: Tensor) -> None:
-        super().__init__(path, tensor, tensor.detach().clone, self._put_back)
+        super().__init__(path, tensor, tensor.detach().clone, tensor.copy_)
         self._data, self._version = tensor.detach(), tensor._version
         self._requires_grad = tensor.requires_grad
 
@@ -331,13 +331,15 @@ class Numbers(Whole):
         return [] if is_small(self.owner) else [self.owner]
 
     @torch.no_grad()
-    def _put_back(self, values: Tensor) -> None:
+    def restore(self, others: Mapping[int, Tensor]) -> None:
+        if not self._kept:
+            return
         if self.owner.grad_fn is not None:
             self.owner.detach_()
-        if form(self.owner) != form(values):
+        if form(self.owner) != form(self._value):
             self.owner.data = self._data
         if self.changed():
-            self.owner.data.copy_(values)
+            self.owner.data.copy_(self._value)
             self.owner.requires_grad_(self._requires_grad)
         torch._C._autograd._unsafe_set_version_counter((self.owner,), (self._version,))
 

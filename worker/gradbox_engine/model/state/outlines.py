@@ -37,23 +37,23 @@ def outline(whole: Any, *, most_bytes: int) -> Outline:
     Args:
         most_bytes: of a tensor whose numbers count.
     """
-    found: Outline = []
+    told: Outline = []
     left, seen = [whole], set()
     while left:
         value = left.pop()
         if isinstance(value, VALUES):
-            found.append(value)
+            told.append(value)
         elif id(value) not in seen:
             seen.add(id(value))
-            found.append(KindName(type(value).__name__))
+            told.append(KindName(type(value).__name__))
             if isinstance(value, Tensor):
-                found += _of_tensor(value, most_bytes)
+                told += _of_tensor(value, most_bytes)
             elif isinstance(value, (FunctionType, BuiltinFunctionType, type)):
-                found.append(value)
+                told.append(value)
             else:
-                found += [num_entries(value)] if isinstance(value, CONTAINERS) else []
+                told += [num_entries(value)] if isinstance(value, CONTAINERS) else []
                 left += (part for _, part in parts_of(value))
-    return found
+    return told
 
 
 def beyond_kinds(whole: Outline) -> Outline:

@@ -68,8 +68,8 @@ def restored(model: nn.Module) -> Iterator[list[Tensor]]:
 
 def _tensors(tables: Iterable[Mapping[str, Tensor | None]]) -> list[Tensor]:
     """Return the tensors that modules register in a table, each once."""
-    found = (tensor for table in tables for tensor in table.values())
-    return list({id(tensor): tensor for tensor in found if tensor is not None}.values())
+    tensors = (tensor for table in tables for tensor in table.values())
+    return list({id(tensor): tensor for tensor in tensors if tensor is not None}.values())
 
 
 def _is_small_value(tensor: Tensor) -> bool:

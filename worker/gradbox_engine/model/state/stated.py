@@ -61,14 +61,14 @@ def stated(model: ModelState, state: State) -> list[Any]:
     return [_stated(inside, registered.get(key), known) for key, inside in state.changed.items()]
 
 
-def _stated(inside: Mutable, first: Entries | None, known: Known) -> list[Any]:
-    if first is None or not isinstance(inside, Entries) or inside.kind is not first.kind:
+def _stated(inside: Mutable, registered: Entries | None, known: Known) -> list[Any]:
+    if registered is None or not isinstance(inside, Entries) or inside.kind is not registered.kind:
         raise NotStated
     if inside.values is None:
-        return [first.path, None]
-    places = {id(value): place for place, value in enumerate(first.values or [])}
+        return [registered.path, None]
+    places = {id(value): place for place, value in enumerate(registered.values or [])}
     return [
-        first.path,
+        registered.path,
         [
             [_value(name, {}) if inside.keys else None, *_entry(value, places, known)]
             for name, value in inside.parts()
@@ -84,11 +84,11 @@ def _entry(value: Any, places: Mapping[int, int], known: Known) -> list[Any]:
 
 def from_stated(model: ModelState, told: list[Any], copies: Sequence[Tensor] = ()) -> State:
     """Return the state of which `stated` made these values, and which had these copies."""
-    registered = {entries.path: entries for entries in model.entries}
+    by_path = {entries.path: entries for entries in model.entries}
     changed: dict[int, Mutable] = {}
     for path, parts in told:
-        first = registered[path]
-        inside = Entries(path, first.owner, first.container)
+        registered = by_path[path]
+        inside = Entries(path, registered.owner, registered.container)
         keys, values = [], []
         for name, *entry in parts or []:
             keys.append(_read(name, copies))
@@ -96,12 +96,12 @@ def from_stated(model: ModelState, told: list[Any], copies: Sequence[Tensor] = (
                 case []:
                     values.append(LEFT_OUT)
                 case [place]:
-                    values.append((first.values or [])[place])
+                    values.append((registered.values or [])[place])
                 case [_, value]:
                     values.append(_read(value, copies))
         inside.keys = keys if isinstance(inside.container, dict) or not inside.is_container else []
         inside.values = None if parts is None else values
-        changed[id(first.owner)] = inside
+        changed[id(registered.owner)] = inside
     lacks = any(
         parts is None or any(not entry for _, *entry in parts)  # an array has no one `==`
         for _, parts in told

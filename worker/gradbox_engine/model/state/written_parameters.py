@@ -107,7 +107,7 @@ class Changes:
             if not (parameter.is_meta or parameter.is_quantized)
         }
         checked = self.known.checked[mode]
-        self.first = [
+        self.unchecked = [
             name
             for name, parameter in self._parameters.items()
             if name not in checked and id(parameter) not in overlaid
@@ -116,7 +116,7 @@ class Changes:
         versions = _versions(self._parameters)
         for name in self.known.moved(versions):  # the caller has changed these
             self.known.sums.pop(name, None)
-        self.known.sums |= {name: _sums_of_bits(self._parameters[name]) for name in self.first}
+        self.known.sums |= {name: _sums_of_bits(self._parameters[name]) for name in self.unchecked}
         self.known.versions = versions
 
     @contextmanager
@@ -167,7 +167,7 @@ class Changes:
     def _look(self, *, put_back: bool = False) -> None:
         """Note one that was written to; of what the job puts back itself, none before it has."""
         own = set() if put_back else renormed(self._model.modules()).union(self._overlaid)
-        for name in (*self.first, *self.known.moved(_versions(self._parameters))):
+        for name in (*self.unchecked, *self.known.moved(_versions(self._parameters))):
             parameter = self._parameters[name]
             if id(parameter) in own or name not in self.known.sums:
                 continue
@@ -208,7 +208,7 @@ def unwritten_parameters(
         raise
     changes.end()
     known.refuse_written()
-    known.checked[mode].update(changes.first)
+    known.checked[mode].update(changes.unchecked)
 
 
 def why_load_again(model: nn.Module) -> str | None:
