@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -169,6 +172,22 @@ def test_a_state_of_buffers_that_share_memory_has_no_checkpoint():
         buffers.restore(restored)
     model.a.zero_()
     assert not model.b.any()
+
+
+def test_states_are_freed_with_the_last_one_who_holds_them():
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    model.kept = [torch.zeros(2)]
+    gc.disable()  # what holds itself would wait for it, with all that it holds on a device
+    try:
+        buffers = Buffers(model)
+        model(torch.randn(4, 3))
+        model.kept[0].add_(1)
+        state = buffers.advance(buffers.first)
+        held = [weakref.ref(one) for one in (buffers, buffers.beyond, state)]
+        del buffers, state
+        assert [one() for one in held] == [None, None, None]
+    finally:
+        gc.enable()
 
 
 def test_states_are_equal_where_all_values_are():
