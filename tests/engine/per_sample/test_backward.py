@@ -38,7 +38,7 @@ def test_an_operation_without_a_batching_rule_leaves_torch_as_it_was() -> None:
 
     x = torch.ones(2, requires_grad=True)
     with pytest.raises(RuntimeError, match="batching rule"):
-        gradients.batched_gradients(Refuses.apply(x), [x], torch.ones(Y, 2), keep_graph=False)
+        gradients.gradients(Refuses.apply(x), [x], torch.ones(Y, 2), keep_graph=False, batched=True)
     assert torch.vmap(torch.sin)(torch.zeros(2, 3)).shape == (2, 3)
 
 

@@ -286,9 +286,8 @@ def test_gradients_that_overflow_are_no_defect_of_the_rules() -> None:
     assert not result.arrays["weight"].isfinite().all()
 
 
-def test_a_row_below_float16_is_taken_by_a_loop_where_the_model_draws_random_numbers() -> None:
-    """Its rounding differs from autograd's on every run; the sample has no z of its own."""
-    for scale, looped in ((1.0, False), (2.0**-22, True)):
+def test_gradients_below_float16_are_no_reason_for_a_loop() -> None:
+    for scale in (1.0, 2.0**-22):
         torch.manual_seed(0)
         layers = [nn.Linear(5, 6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 3)]
         model = nn.Sequential(*layers).half()
@@ -296,4 +295,4 @@ def test_a_row_below_float16_is_taken_by_a_loop_where_the_model_draws_random_num
             layers[3].weight *= scale  # type: ignore[operator]
         shards = [{"0": torch.randn(4, 5).half()}]
         result = jacobian(model, shards, mode="train", precision="bf16", wrt=["0.*"])
-        assert bool(result.loops) == looped
+        assert not result.loops

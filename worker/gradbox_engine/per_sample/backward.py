@@ -9,7 +9,7 @@ used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +19,11 @@ from torch.autograd.graph import GradientEdge
 
 from gradbox_engine.errors import NoBatchAxis, SelfCheckFailed
 from gradbox_engine.model.calling.shard_feed import Position
+from gradbox_engine.model.precision import accumulation_dtype
 from gradbox_engine.per_sample.derived_parameters import parameter_terms
 from gradbox_engine.per_sample.gradients import (
     asked_for,
-    batched_gradients,
+    dense,
     gradients,
     gradients_in_turn,
     leaf_gradients,
@@ -50,6 +51,7 @@ class RecordedGraph:
     def __init__(self, model: CallableModel, plan: Plan, position: Position, head: Head) -> None:
         self._parameters, self._plan = model.parameters, plan
         self._on_several_devices = model.on_several_devices
+        self._in_float16 = model.in_float16
         arguments = model.feed.take(position)
         model.restore_buffers()  # before the call: afterwards the graph may read what it wrote
         samples = plan.samples(arguments) or 0
@@ -108,7 +110,9 @@ class RecordedGraph:
             if slopes is None or self.z._backward_hooks:  # which the slopes went through
                 by_edge = self._backward(edges, outputs, keep=keep)
             else:
-                of_sum = gradients(self.z, edges, slopes, keep_graph=keep)
+                of_sum = gradients(
+                    self.z, edges, slopes, keep_graph=keep, in_float16=self._in_float16
+                )
                 by_edge = [None if g is None else g.unsqueeze(0) for g in of_sum]
         found: dict[Key, list[Term]] = {}
         for record, gradient in zip(records, by_edge, strict=True):
@@ -130,16 +134,45 @@ class RecordedGraph:
             merged = {name: term.on(self.value.device) for name, term in merged.items()}
         return merged
 
-    def pulled_back(self, cotangents: Tensor, *, keep_graph: bool = False) -> dict[str, Tensor]:
+    def leaf_gradients(
+        self,
+        cotangents: Tensor,
+        parameters: Mapping[str, Tensor],
+        *,
+        outputs: slice = slice(None),
+        keep_graph: bool = True,
+    ) -> dict[str, Tensor | None]:
+        """Return autograd's gradient by parameter, for cotangents (B, Y) of some outputs."""
+        root, cotangent = self._root(self.value[:, outputs], cotangents)
+        return leaf_gradients(
+            root,
+            parameters,
+            cotangent,
+            leaves=self._parameters,
+            keep_graph=keep_graph,
+            in_float16=self._in_float16,
+        )
+
+    def pulled_back(self, cotangents: Tensor) -> dict[str, Tensor]:
         """Return Jᵀ u by parameter, u of shape (B, Y), by one ordinary backward."""
         parameters = self._parameters
-        found = leaf_gradients(
-            self.value, parameters, cotangents, leaves=parameters, keep_graph=keep_graph
-        )
+        found = self.leaf_gradients(cotangents.to(self.value), parameters, keep_graph=False)
         return {
-            name: torch.zeros_like(parameters[name]) if gradient is None else _dense(gradient)
+            name: torch.zeros_like(parameters[name]) if gradient is None else dense(gradient)
             for name, gradient in found.items()
         }
+
+    def _root(
+        self, value: Tensor, cotangent: Tensor, *, batched: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Return where a backward pass begins, and with what: through float16 at z.
+
+        Only there it is known how large the cotangent is that float16 has to hold.
+        """
+        if not self._in_float16 or self.z._backward_hooks:
+            return value, cotangent
+        (at_z,) = gradients(value, [self.z], cotangent, keep_graph=True, batched=batched)
+        return (value, cotangent) if at_z is None else (self.z, at_z)
 
     def _backward(
         self, edges: Sequence[GradientEdge], outputs: range, *, keep: bool
@@ -149,28 +182,41 @@ class RecordedGraph:
         if not value.requires_grad:  # which tells nothing of the backward passes of other shards
             return [None] * len(edges)
         cotangents = _identity(self.outputs, outputs, self.samples, value.dtype, value.device)
+        scaled = self._in_float16
         if len(outputs) == 1:
-            single = gradients(value, edges, cotangents[0], keep_graph=keep)
+            root, cotangent = self._root(value, cotangents[0])
+            single = gradients(root, edges, cotangent, keep_graph=keep, in_float16=scaled)
             return [None if g is None else g.unsqueeze(0) for g in single]
+        root, cotangents = self._root(value, cotangents, batched=True)
         untried = self._plan.batched_backward is None
         if self._plan.batched_backward is not False:
             try:
                 # The graph is for the passes below, if this fails midway.
-                found = batched_gradients(value, edges, cotangents, keep_graph=keep or untried)
+                found = gradients(
+                    root,
+                    edges,
+                    cotangents,
+                    keep_graph=keep or untried,
+                    in_float16=scaled,
+                    batched=True,
+                )
                 self._plan.batched_backward = True
                 return found
             except RuntimeError as error:  # an operation of the graph takes no batches
                 if not untried or isinstance(error, torch.OutOfMemoryError):
                     raise
                 self._plan.batched_backward = False
-        return gradients_in_turn(value, edges, cotangents)
+        return gradients_in_turn(root, edges, cotangents, in_float16=scaled)
 
     def _pull_back(self, found: dict[Key, list[Term]]) -> None:
         """Turn terms of derived tensors into terms of the parameters they are made of."""
         terms: dict[Key, list[Term]] = {
             key: found.pop(key) for key in list(found) if not isinstance(key, str)
         }
-        for name, term in parameter_terms(self._recorder.derived, terms, self._parameters):
+        pulled = parameter_terms(
+            self._recorder.derived, terms, self._parameters, in_float16=self._in_float16
+        )
+        for name, term in pulled:
             found.setdefault(name, []).append(term)
 
     def looped(self, outputs: range, samples: Sequence[int], *, z: Tensor) -> dict[str, Tensor]:
@@ -184,10 +230,8 @@ class RecordedGraph:
         """
         looped = {name: self._parameters[name] for name in self._plan.loops}
         leaves = asked_for(z, looped, self._parameters)
-        arrays = {
-            name: torch.zeros(len(samples), len(outputs), *p.shape, dtype=p.dtype, device=p.device)
-            for name, p in looped.items()
-        }
+        sizes = len(samples), len(outputs)
+        arrays = {name: self._empty(p).new_zeros(*sizes, *p.shape) for name, p in looped.items()}
         for column, output in enumerate(outputs):
             values = self.value[:, output]
             (slopes,) = gradients(values, [self.z], torch.ones_like(values), keep_graph=True)
@@ -196,16 +240,29 @@ class RecordedGraph:
             for row, sample in enumerate(samples):
                 cotangent = torch.zeros_like(slopes)
                 cotangent[sample] = slopes[sample]
-                rows = leaf_gradients(z, leaves, cotangent, leaves=leaves, keep_graph=True)
+                rows = leaf_gradients(
+                    z,
+                    leaves,
+                    cotangent,
+                    leaves=leaves,
+                    keep_graph=True,
+                    in_float16=self._in_float16,
+                )
                 for name, array in arrays.items():
                     gradient = rows[name]
                     if gradient is not None:
-                        array[row, column] = _dense(gradient)
+                        array[row, column] = dense(gradient)
         return arrays
+
+    def _empty(self, parameter: Tensor) -> Tensor:
+        """Return a tensor of the dtype of a parameter's rows, wide where they pass float16."""
+        dtype = parameter.dtype
+        wide = accumulation_dtype(dtype) if self._in_float16 else dtype
+        return parameter.new_empty(0, dtype=wide)
 
     def _merged(self, name: str, terms: list[Term], num_outputs: int) -> Term:
         if not terms:
-            empty = self._parameters[name].new_empty(self.samples, num_outputs, 0)
+            empty = self._empty(self._parameters[name]).new_empty(self.samples, num_outputs, 0)
             return Zero(name, tuple(self._parameters[name].shape), empty)
         for term in terms:
             if term.samples != self.samples:
@@ -255,8 +312,3 @@ def _identity(
     """Return the cotangents of some outputs for every sample, (len(outputs), B, Y)."""
     eye = torch.eye(size, dtype=dtype, device=device)[outputs.start : outputs.stop]
     return eye[:, None].expand(len(outputs), samples, size)
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    """Return a gradient as it is, but that of a sparse embedding in all its entries."""
-    return gradient.to_dense() if gradient.is_sparse else gradient

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradbox_engine.per_sample.gradients import batched_gradients, gradients_in_turn
+from gradbox_engine.per_sample.gradients import gradients, gradients_in_turn
 from gradbox_engine.per_sample.recording.function_calls import Key
 from gradbox_engine.per_sample.rules.embedding import lookup
 from gradbox_engine.per_sample.rules.rule import Target
@@ -27,6 +27,8 @@ def parameter_terms(
     derived: Mapping[Key, Tensor],
     terms: Mapping[Key, Sequence[Term]],
     parameters: Mapping[str, Tensor],
+    *,
+    in_float16: bool,
 ) -> Iterator[tuple[str, Term]]:
     """Yield (parameter, term) pairs that stand for what `terms` are for the derived tensors."""
     arrays: dict[str, Tensor] = {}  # of parameters of which there are views
@@ -35,12 +37,12 @@ def parameter_terms(
         q = derived[key]
         name = names.get(id(q._base)) if _of_parts(q) else None
         if name is None:
-            yield from _pulled_back(q, found, parameters)
+            yield from _pulled_back(q, found, parameters, in_float16=in_float16)
             continue
         B, Y = found[0].samples, found[0].outputs
         base = parameters[name]
         if name not in arrays:
-            arrays[name] = base.new_zeros(B, Y, *base.shape)
+            arrays[name] = base.new_zeros(B, Y, *base.shape, dtype=found[0].dtype)
         size = base.numel()
         strides, at = (Y * size, size, *q.stride()), q.storage_offset() - base.storage_offset()
         part = arrays[name].as_strided((B, Y, *q.shape), strides, at)
@@ -64,7 +66,7 @@ def _of_parts(q: Tensor) -> bool:
 
 
 def _pulled_back(
-    q: Tensor, terms: Sequence[Term], parameters: Mapping[str, Tensor]
+    q: Tensor, terms: Sequence[Term], parameters: Mapping[str, Tensor], *, in_float16: bool
 ) -> Iterator[tuple[str, Term]]:
     names = {id(parameter): name for name, parameter in parameters.items()}
     leaf = _leaf(q.grad_fn)
@@ -79,9 +81,11 @@ def _pulled_back(
         return
     cotangents, leaves = block.flatten(0, 1), list(parameters.values())
     try:
-        found = batched_gradients(q, leaves, cotangents, keep_graph=True)
+        found = gradients(
+            q, leaves, cotangents, keep_graph=True, in_float16=in_float16, batched=True
+        )
     except RuntimeError:  # an operation of h has no batches: one of sparse tensors, say
-        found = gradients_in_turn(q, leaves, cotangents)
+        found = gradients_in_turn(q, leaves, cotangents, in_float16=in_float16)
     for name, gradient in zip(parameters, found, strict=True):
         if gradient is not None:
             array = gradient.view(*block.shape[:2], *gradient.shape[1:])

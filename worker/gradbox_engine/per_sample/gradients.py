@@ -1,32 +1,55 @@
 """Gradients at edges of a graph or at its leaves, for one cotangent or for many at once.
 
+float16 ends at 6e-8 below and 65504 above. Where a backward pass goes through it, the cotangent is
+multiplied by one power of two, as those of a replay are (`replay.fp16_scaling`), and the gradients,
+in float32 or wider, are divided by it. Of several scales the first is taken at which the fewest
+entries are not finite: what is infinite or NaN at all of them is so in any precision.
+
 Shapes: Y cotangents.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import inf
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
+from gradbox_engine.model.precision import accumulation_dtype, fp16_scale
+from gradbox_engine.replay.fp16_scaling import LARGEST, MOST_STEPS, STEP
+
 Wanted = Sequence[GradientEdge] | Sequence[Tensor]
 
 
 def gradients(
-    value: Tensor, wanted: Wanted, cotangent: Tensor, *, keep_graph: bool
+    value: Tensor,
+    wanted: Wanted,
+    cotangent: Tensor,
+    *,
+    keep_graph: bool,
+    in_float16: bool = False,
+    batched: bool = False,
 ) -> Sequence[Tensor | None]:
     """Return the gradient at every edge or leaf, None where no path leads to one.
 
     Args:
-        cotangent: of the shape of `value`.
+        cotangent: of the shape of `value`, or Y of them, (Y, *value.shape).
+        in_float16: whether the pass goes through float16; the graph is then kept.
+        batched: whether there are Y cotangents, for a gradient (Y, ...) each.
+
+    Raises:
+        RuntimeError: an operation of the graph has no batching rule.
     """
     if not value.requires_grad or not wanted:
         return [None] * len(wanted)
+    if in_float16:
+        return _through_float16(partial(gradients, value, wanted, batched=batched), cotangent)
     found: Sequence[Tensor | None] = torch.autograd.grad(
-        value, wanted, cotangent, retain_graph=keep_graph, allow_unused=True
+        value, wanted, cotangent, keep_graph, allow_unused=True, is_grads_batched=batched
     )
     return found
 
@@ -38,6 +61,7 @@ def leaf_gradients(
     *,
     leaves: Mapping[str, Tensor],
     keep_graph: bool,
+    in_float16: bool = False,
 ) -> dict[str, Tensor | None]:
     """Return the whole gradient of every leaf in `wanted`, None where no path leads to one.
 
@@ -47,17 +71,26 @@ def leaf_gradients(
     Args:
         leaves: all there are, `wanted` among them.
     """
-    for leaf in leaves.values():
-        leaf.grad = None
     asked = asked_for(value, wanted, leaves)
-    returned = gradients(value, [*asked.values()], cotangent, keep_graph=keep_graph)
-    found = dict(zip(asked, returned, strict=True))
-    for name, leaf in asked.items():
-        if leaf.grad is not None:
-            gradient = found[name]
-            found[name] = leaf.grad if gradient is None else gradient + leaf.grad
+
+    def whole(cotangent: Tensor, *, keep_graph: bool) -> Sequence[Tensor | None]:
+        for leaf in leaves.values():
             leaf.grad = None
-    return {name: found[name] for name in wanted}
+        returned = gradients(value, [*asked.values()], cotangent, keep_graph=keep_graph)
+        found = [
+            own if leaf.grad is None else leaf.grad if own is None else own + leaf.grad
+            for own, leaf in zip(returned, asked.values(), strict=True)
+        ]
+        for leaf in asked.values():
+            leaf.grad = None
+        return found
+
+    if in_float16 and value.requires_grad:
+        found = _through_float16(whole, cotangent)
+    else:
+        found = whole(cotangent, keep_graph=keep_graph)
+    by_name = dict(zip(asked, found, strict=True))
+    return {name: by_name[name] for name in wanted}
 
 
 def asked_for(
@@ -84,27 +117,36 @@ def _holds_custom_function(value: Tensor) -> bool:
     return False
 
 
-def batched_gradients(
-    value: Tensor, wanted: Wanted, cotangents: Tensor, *, keep_graph: bool
+def gradients_in_turn(
+    value: Tensor, wanted: Wanted, cotangents: Tensor, *, in_float16: bool = False
 ) -> Sequence[Tensor | None]:
-    """Return the same for every cotangent, (Y, ...) each.
-
-    Args:
-        cotangents: (Y, *value.shape).
-
-    Raises:
-        RuntimeError: an operation of the graph has no batching rule.
-    """
-    found: Sequence[Tensor | None] = torch.autograd.grad(
-        value, wanted, cotangents, keep_graph, allow_unused=True, is_grads_batched=True
-    )
-    return found
-
-
-def gradients_in_turn(value: Tensor, wanted: Wanted, cotangents: Tensor) -> Sequence[Tensor | None]:
-    """Return the same by one backward pass for each cotangent; keeps the graph."""
-    rows = [gradients(value, wanted, cotangent, keep_graph=True) for cotangent in cotangents]
+    """Return the gradients for Y cotangents by one backward pass for each; keeps the graph."""
+    rows = [gradients(value, wanted, c, keep_graph=True, in_float16=in_float16) for c in cotangents]
     return [
         None if parts[0] is None else torch.stack([g for g in parts if g is not None])
         for parts in zip(*rows, strict=True)
     ]
+
+
+def _through_float16(
+    take: Callable[..., Sequence[Tensor | None]], cotangent: Tensor
+) -> Sequence[Tensor | None]:
+    """Return what `take` gives for a cotangent, by passes at scales that float16 can hold."""
+    scale = fp16_scale([cotangent.nan_to_num(0.0, 0.0, 0.0)], largest=LARGEST)
+    best: Sequence[Tensor | None] = []
+    fewest = inf
+    for _ in range(MOST_STEPS + 1):
+        found = [g if g is None else dense(g) for g in take(cotangent * scale, keep_graph=True)]
+        lost = sum(g.numel() - int(g.isfinite().sum()) for g in found if g is not None)
+        if lost < fewest:
+            best = [g if g is None else g.to(accumulation_dtype(g.dtype)) / scale for g in found]
+            fewest = lost
+        if not lost:
+            break
+        scale *= STEP
+    return best
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """Return a gradient as it is, but that of a sparse embedding in all its entries."""
+    return gradient.to_dense() if gradient.is_sparse else gradient

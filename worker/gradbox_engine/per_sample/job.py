@@ -21,6 +21,7 @@ from gradbox_engine.per_sample.kept_factors import (
     KeepFactors,
     SmallerForm,
     check_names,
+    narrowed,
 )
 from gradbox_engine.per_sample.pieces import Sink
 from gradbox_engine.per_sample.planned_model import PlannedModel
@@ -37,7 +38,7 @@ from gradbox_engine.per_sample.reductions import (
 )
 from gradbox_engine.per_sample.request import Request, SampleResult
 from gradbox_engine.per_sample.result_facts import ResultFacts
-from gradbox_engine.per_sample.sample_loss import SampleLoss, Scaled, pulled_back, rows_of
+from gradbox_engine.per_sample.sample_loss import SampleLoss, rows_of
 from gradbox_engine.per_sample.shard_run import ShardRun
 from gradbox_engine.requests import Observer, Silent
 from gradbox_factors import Factored, projection_of
@@ -87,8 +88,7 @@ class PerSampleJob:
         self.num_samples = sum(self._counts)
         self._head: Callable[..., Tensor] = rows_of
         if loss is not None:
-            losses = SampleLoss(loss, loss_inputs or {}, self._counts, by_sample=by_sample)
-            self._head = Scaled(losses) if model.in_float16 else losses
+            self._head = SampleLoss(loss, loss_inputs or {}, self._counts, by_sample=by_sample)
         self._collector = self._new_collector()
         self._facts = ResultFacts(set() if request.reduce == "vjp" else set(model.parameters))
 
@@ -158,15 +158,12 @@ class PerSampleJob:
 
     def _collect(self, run: ShardRun) -> None:
         """Take a shard's terms, of some outputs after the other."""
-        facts, head, outputs = self._facts, self._head, run.graph.outputs
+        facts, outputs = self._facts, run.graph.outputs
         for chunk in self._chunks(run):
             self._tell(facts.samples)
             terms = run.terms(chunk, last=chunk.stop == outputs)
-            if isinstance(head, Scaled):
-                while head.overflown(terms):
-                    run.start()
-                    terms = run.terms(chunk, last=True)
-                terms = head.unscaled(terms, wide_rows=self._request.reduce != "none")
+            if self._model.in_float16 and self._request.reduce == "none":
+                terms = narrowed(terms, self._model.parameters)
             facts.unreached &= {name for name, term in terms.items() if term.rule == "zero"}
             self._collector.take(terms, facts.samples, chunk)
             del terms
@@ -182,7 +179,7 @@ class PerSampleJob:
             )
         cotangents = cotangents.reshape(graph.value.shape)
         with run.blaming_backward():
-            gradients = pulled_back(graph, cotangents, scaled=self._model.in_float16)
+            gradients = graph.pulled_back(cotangents)
         run.check_alone()
         return gradients
 
@@ -238,6 +235,4 @@ def check_cotangents(vectors: Any, num_samples: int) -> None:
 
 def _values(run: ShardRun, head: Callable[..., Tensor]) -> Tensor:
     """Return a shard's losses, or its z."""
-    if isinstance(head, Scaled):
-        return head.losses
     return (run.graph.z if head is rows_of else run.graph.value[:, 0]).detach()

@@ -10,7 +10,7 @@ Shapes: B samples over all shards and Y outputs of this job, B' and Y' of the ot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -128,6 +128,26 @@ def smaller_forms(terms: Terms) -> dict[str, Term]:
             chosen[name] = term
             kept.update(identity(factor) for factor in term.tensors().values())
     return {name: chosen[name] for name in terms}
+
+
+def narrowed(terms: Terms, parameters: Mapping[str, Tensor]) -> dict[str, Term]:
+    """Return the terms in their parameters' dtypes; those that share a factor still do."""
+    moved: dict[Identity, Tensor] = {}
+
+    def to(factor: Tensor, dtype: torch.dtype) -> Tensor:
+        if not factor.is_floating_point() or factor.dtype == dtype:
+            return factor
+        return moved.setdefault(identity(factor), factor.to(dtype))
+
+    return {
+        name: term.read(
+            name,
+            term.shape,
+            term.geometry(),
+            {own: to(factor, parameters[name].dtype) for own, factor in term.tensors().items()},
+        )
+        for name, term in terms.items()
+    }
 
 
 class CrossGram(Collector):

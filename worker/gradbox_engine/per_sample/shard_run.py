@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 from enum import Enum, auto
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -85,12 +86,6 @@ class ShardRun:
         self._confirmed: set[str] = set()  # by the outputs so far
         self._used = self._model.plan(position)
         self._first, self._used.first = self._used.first, False
-        self.graph: RecordedGraph
-        self.start()
-
-    def start(self) -> None:
-        """Run the shard forward, again where it has run."""
-        self._confirmed.clear()
         self.graph = self._graph()
         if self.graph.deviated:
             self._plan_anew(samples=self._model.count(self._position))
@@ -192,10 +187,9 @@ class ShardRun:
 
     def _wrong(self, terms: Terms, slopes: Tensor | None, outputs: range) -> Set[str]:
         """Compare all rows with autograd's, and return the parameters whose rows differ."""
-        value_BY = self.graph.value[:, outputs.start : outputs.stop]
-        expected = reference(
-            slopes, value_BY, self._ruled(), leaves=self._parameters, seed=self._seed
-        )
+        some = slice(outputs.start, outputs.stop)
+        gradient_at = partial(self.graph.leaf_gradients, parameters=self._ruled(), outputs=some)
+        expected = reference(slopes, self.graph.value[:, some], gradient_at, seed=self._seed)
         comparison = compare(expected, terms, rounding=self.plan.rounding)
         self._confirmed |= comparison.confirmed
         return comparison.wrong
@@ -216,7 +210,12 @@ class ShardRun:
             z, cotangent = self.graph.z, torch.zeros_like(self.graph.z)
             cotangent[row.sample : row.sample + 1] = row.cotangent
         gradients = leaf_gradients(
-            z, self._ruled(), cotangent, leaves=self._parameters, keep_graph=in_graph
+            z,
+            self._ruled(),
+            cotangent,
+            leaves=self._parameters,
+            keep_graph=in_graph,
+            in_float16=self._model.model.in_float16,
         )
         samples = slice(row.sample, row.sample + 1)
         rows = {

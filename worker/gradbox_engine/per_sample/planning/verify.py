@@ -38,7 +38,7 @@ from torch import Tensor
 
 from gradbox_engine.errors import BadSampleLoss, CoupledSamples, ModelCallFailed
 from gradbox_engine.model.calling.shard_rng import stream_seed
-from gradbox_engine.per_sample.gradients import gradients, leaf_gradients
+from gradbox_engine.per_sample.gradients import gradients
 from gradbox_engine.per_sample.recording.batch_axis import BatchAxis, samples_that_differ
 from gradbox_factors import Term, squared_norms
 from gradbox_factors.slabs import cached_bytes, slabs
@@ -151,23 +151,21 @@ def check_slopes(z: Tensor, value_B1: Tensor, slopes: Tensor, *, seed: int) -> N
 def reference(
     slopes: Tensor | None,
     value_BY: Tensor,
-    parameters: Mapping[str, Tensor],
+    gradient_at: Callable[[Tensor], Mapping[str, Tensor | None]],
     *,
-    leaves: Mapping[str, Tensor],
     seed: int,
 ) -> Reference:
-    """Return autograd's gradient of the weighted sum; keeps the graph.
+    """Return autograd's gradient of the weighted sum.
 
     Args:
         slopes: ∂v_b/∂z_b; None where the rows are of z's entries.
         value_BY: what the rows are of.
-        leaves: all parameters of which there are rows.
+        gradient_at: gives it for weights (B, Y).
     """
     weights_BY = _weights(value_BY, seed)
     if slopes is not None:
         weights_BY = _over_slopes(weights_BY, slopes)
-    found = leaf_gradients(value_BY, parameters, weights_BY, leaves=leaves, keep_graph=True)
-    return Reference(weights_BY, found)
+    return Reference(weights_BY, gradient_at(weights_BY))
 
 
 def draw_row(z: Tensor, slopes: Tensor | None, outputs: range, *, seed: int) -> DrawnRow | None:

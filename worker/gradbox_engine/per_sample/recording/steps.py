@@ -116,8 +116,10 @@ class RuleStep(Step):
         def terms(g: Tensor) -> Terms:
             x, g = self.input_axis.lead(self.rule.prepare(layer)), self.output_axis.lead(g, 1)
             if g.dtype != dtype or (x.dtype != dtype and x.is_floating_point()):
-                # Autocast: products are made in the parameters' dtype, which is wider.
-                x, g = x.to(dtype) if x.is_floating_point() else x, g.to(dtype)
+                # Autocast: products are made in the parameters' dtype, which is wider; or the
+                # gradient is, which went through float16.
+                wide = torch.promote_types(dtype, g.dtype)
+                x, g = x.to(wide) if x.is_floating_point() else x, g.to(wide)
             for term in self.rule.terms(layer, x, g, self.targets):
                 yield self._by_label[term.parameter], term
 
