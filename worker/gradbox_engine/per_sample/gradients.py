@@ -1,7 +1,7 @@
 """Gradients at edges of a graph or at its leaves, for one cotangent or for many at once.
 
 float16 ends at 6e-8 below and 65504 above. Where a backward pass goes through it, the cotangent is
-multiplied by one power of two, as those of a replay are (`replay.fp16_scaling`), and the gradients,
+multiplied by one power of two, as those of a replay are (`replay.replay`), and the gradients,
 in float32 or wider, are divided by it. Of several scales the first is taken at which the fewest
 entries are not finite: what is infinite or NaN at all of them is so in any precision.
 
@@ -20,7 +20,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from gradbox_engine.model.precision import accumulation_dtype, fp16_scale
-from gradbox_engine.replay.fp16_scaling import LARGEST, MOST_STEPS, STEP
+from gradbox_engine.replay.replay import LARGEST, MOST_STEPS, STEP
 
 Wanted = Sequence[GradientEdge] | Sequence[Tensor]
 
