@@ -30,8 +30,11 @@ from gradbox_engine.per_sample.gradients import (
 )
 from gradbox_engine.per_sample.planning.model import CallableModel
 from gradbox_engine.per_sample.planning.plan import Plan
-from gradbox_engine.per_sample.recording.custom_functions import custom_functions_shown
-from gradbox_engine.per_sample.recording.function_calls import Key, StepRecorder
+from gradbox_engine.per_sample.recording.function_calls import (
+    Key,
+    StepRecorder,
+    custom_functions_shown,
+)
 from gradbox_factors import Block, Lookup, Outer, Positions, Term, Total, Zero
 
 Terms = dict[str, Term]

@@ -71,7 +71,7 @@ class Plan:
             self.loops.setdefault(name, why)
 
     def loop_where_vectorised(self, why: str) -> bool:
-        """Have functions called as they are that are vectorised now; tell whether some were.
+        """Have functions called as they are that are vectorised now; return whether some were.
 
         A batching rule of torch's that is wrong makes autograd's own gradient of that graph wrong.
         """

@@ -6,6 +6,10 @@ Which dim of an input counts samples is not known beforehand: a guess is tried o
 
 Where no guess holds and z of the shard as it is has one row, the shard is one sample: a graph, say,
 whose nodes no model can be given in part. Its row is then that of one backward pass.
+
+Samples meet where other samples than the replaced one differ. If that shows in z, they have no rows
+of their own. If it does not, a layer may still mix them: what follows undoes it, or multiplies it
+by zero. That is left to data, so the rows of every shard are compared.
 """
 
 from __future__ import annotations
@@ -13,36 +17,44 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from gradbox_engine.errors import ModelCallFailed, NoBatchAxis
+from gradbox_engine.errors import CoupledSamples, ModelCallFailed, NoBatchAxis
 from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.model.calling.shard_rng import generator_fingerprint
 from gradbox_engine.model.precision import autocast
-from gradbox_engine.per_sample.planning.coupling import (
-    BAGS,
-    mixing_layers,
-    others_differ,
-    refuse_coupling,
-)
+from gradbox_engine.model.tensor_equality import same_values
 from gradbox_engine.per_sample.planning.model import CallableModel
 from gradbox_engine.per_sample.planning.plan import Plan, make_plan
 from gradbox_engine.per_sample.planning.probed_use import ProbeUses
-from gradbox_engine.per_sample.planning.unseen_uses import unseen_uses
 from gradbox_engine.per_sample.recording.batch_axis import (
     CHANGED,
     EXTRA,
     BatchAxis,
+    changed_dim,
+    others_equal,
     samples_that_differ,
 )
-from gradbox_engine.per_sample.recording.custom_functions import custom_functions_shown
+from gradbox_engine.per_sample.recording.function_calls import custom_functions_shown
 from gradbox_engine.per_sample.recording.index_selections import Selection, may_reorder
-from gradbox_engine.per_sample.recording.use_log import Edge, Use, UseLog, edges_of, same_calls
+from gradbox_engine.per_sample.recording.use_log import (
+    Edge,
+    Use,
+    UseLog,
+    edges_of,
+    same_calls,
+    unseen_uses,
+)
 
 SAMPLES = 3
+
+BAGS: Final = (
+    "The ids of an EmbeddingBag with offsets are no samples: give it ids of shape "
+    "(samples, ids of each), filled up with its padding_idx, and no offsets"
+)
 
 Axes = Mapping[str, int]
 
@@ -200,7 +212,7 @@ def _probe_replaced(
     *,
     expected: Sequence[Use],
 ) -> tuple[ProbeRun, bool]:
-    """Run on a shard in which sample `CHANGED` is replaced; tell whether by other numbers.
+    """Run on a shard in which sample `CHANGED` is replaced; return whether by other numbers, too.
 
     Args:
         expected: calls that noise may not change.
@@ -268,3 +280,70 @@ def _coarsest(uses: Iterable[Use], rounding: torch.dtype) -> torch.dtype:
     tensors = (tensor for use in uses for tensor in (*use.inputs, *use.outputs))
     dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
     return max((rounding, *dtypes), key=lambda dtype: torch.finfo(dtype).eps)
+
+
+class Mixing(NamedTuple):
+    """A tensor that may hold several samples' numbers in one place."""
+
+    place: str
+    seen: bool  # whether another sample than the replaced one differs in it
+
+
+def others_differ(second: Tensor, third: Tensor, axis: BatchAxis) -> bool:
+    """Return whether a sample other than `CHANGED` differs beyond rounding."""
+    if others_equal(second, third, axis):
+        return False  # no rounding to be told from a difference
+    differs = samples_that_differ(second, third, axis)
+    differs[CHANGED] = False
+    return bool(differs.any())
+
+
+def refuse_coupling(uses: ProbeUses) -> NoReturn:
+    """Raise the error that names the first module in which samples meet."""
+    places = (mixing.place for mixing in mixing_layers(uses) if mixing.seen)
+    where = next(places, "the model") if uses.alike else "the model"
+    does = (
+        BAGS
+        if "(embedding_bag)" in where
+        else "Batch norm in train mode does this: use mode='eval', or replace it by group norm; so "
+        "does the step that a solver chooses for all samples: fix it"
+    )
+    raise CoupledSamples(
+        f"replacing one sample changed the output of others; first seen in {where}: a sample then "
+        f"has no gradient of its own. {does}. unchecked=('coupling',) turns this check off"
+    )
+
+
+@torch.no_grad()
+def mixing_layers(uses: ProbeUses) -> Iterator[Mixing]:
+    """Yield the places in which samples meet, or may; the runs called the same functions."""
+    compared: set[int] = set()
+    for one, two, three in zip(uses.first, uses.second, uses.third, strict=True):
+        function = getattr(one.function, "__name__", str(one.function))
+        for inputs, prefix in ((True, "what enters "), (False, "")):
+            runs = (run.inputs if inputs else run.outputs for run in (one, two, three))
+            for a, b, c in zip(*runs, strict=False):  # `torch.cat([q] * B)`: a tensor a sample
+                if b is c or id(b) in compared:
+                    continue
+                compared.add(id(b))
+                seen = _mixed(a, b, c, uses)
+                if seen is not None:
+                    yield Mixing(f"{prefix}{one.module or 'the model'!r} ({function})", seen)
+
+
+def _mixed(a: Tensor, b: Tensor, c: Tensor, uses: ProbeUses) -> bool | None:
+    """Return `Mixing.seen` of a tensor of the three runs, None where samples do not meet in it."""
+    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, (a, b, c))):
+        return False  # of a `torch.func` call that is over: its numbers cannot be read any more
+    dim = changed_dim(a.shape, b.shape)
+    if dim is not None and dim < 0:  # samples in two dims, as in a matrix that multiplies them
+        return False
+    if a.layout is not torch.strided:
+        return None if same_values(b, c) else False
+    if dim is None:  # of no sample, yet another if a sample is: a mean over the batch
+        return False if b.shape != c.shape or not torch.equal(b, c) else None
+    # An order is found for samples in a merged dim only where no other sample differs in it.
+    merged = (a.shape[dim], b.shape[dim]) != (uses.samples, uses.samples + EXTRA)
+    if merged or b.shape != c.shape:  # rows that data chose may be as many as samples
+        return None
+    return True if others_differ(b, c, BatchAxis(dim)) else None

@@ -16,14 +16,15 @@ from gradbox_engine.model.precision import REPLAY_TOLERANCE
 from gradbox_engine.model.tensor_equality import equal_numbers
 from gradbox_engine.per_sample.recording.batch_axis import BatchAxis, changed_dim, find
 from gradbox_engine.per_sample.recording.function_calls import Key
-from gradbox_engine.per_sample.recording.pointwise import EXPANDING, broadcast_size
 from gradbox_engine.per_sample.recording.steps import (
+    EXPANDING,
     CopiesStep,
     DerivedStep,
     ExpandStep,
     RuleStep,
     Step,
     VmapStep,
+    broadcast_size,
 )
 from gradbox_engine.per_sample.recording.use_log import Use, edges_of, same_calls
 from gradbox_engine.per_sample.rules import RULES

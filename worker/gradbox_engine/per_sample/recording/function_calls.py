@@ -9,19 +9,25 @@ tracked as a parameter of its own, whose gradient is pulled back at the end.
 output edges of those calls. Gradients are taken with respect to these edges, not to the parameters:
 no summed weight gradient is computed, and a later change in place of an output keeps the edge
 valid.
+
+Custom Functions, which torch shows to no mode, are shown to these: many make a weight of parameters
+alone, quantised, masked, of a few angles.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function
 
+from gradbox_engine.model.kernels import replaced
 from gradbox_engine.per_sample.recording.decompositions import decomposed
 from gradbox_factors import Term
 
@@ -32,6 +38,7 @@ Terms = Iterator[tuple[Key, Term]]
 
 _SEQUENCES = frozenset({list, tuple})
 _NESTED = (list, tuple, dict)
+_APPLY: Any = vars(Function)["apply"]
 
 
 class FunctionCalls(TorchFunctionMode):
@@ -169,3 +176,30 @@ class StepRecorder(FunctionCalls):
         """Record that the gradient at `tensor`'s edge is wanted."""
         edge = get_gradient_edge(tensor)
         self.edges.append(RecordedEdge(edge, tensor.nbytes, terms, input_unchanged))
+
+
+@dataclass(frozen=True)
+class Apply:
+    """`kind.apply`, equal to that of another call."""
+
+    kind: type[Function]
+
+    @property
+    def __name__(self) -> str:
+        return f"{self.kind.__name__}.apply"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _APPLY.__func__(self.kind, *args, **kwargs)
+
+
+def custom_functions_shown() -> AbstractContextManager[None]:
+    """Return a context in which modes see every call of a custom Function as one of an `Apply`."""
+    return replaced(Function, "apply", _shown)
+
+
+@classmethod  # type: ignore[misc]
+def _shown(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+    function = Apply(cls)
+    if torch._C._is_torch_function_mode_enabled():
+        return handle_torch_function(function, args, *args, **kwargs)
+    return function(*args, **kwargs)

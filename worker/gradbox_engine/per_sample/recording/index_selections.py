@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradbox_engine.per_sample.recording.custom_functions import Apply
+from gradbox_engine.per_sample.recording.function_calls import Apply
 
 KEEPING_RANGES = frozenset({"to", "unsqueeze", "view", "reshape", "expand", "long", "int", "clone"})
 """Functions whose result on a range made by `torch.arange` is treated as that range."""
@@ -120,7 +120,7 @@ def _indexed_dims(part: Any) -> int:
 
 
 def may_reorder(first: Sequence[Selection], second: Sequence[Selection]) -> bool:
-    """Say whether entries were selected of a dim whose length grows with the number of samples.
+    """Return whether entries were selected of a dim whose length grows with the number of samples.
 
     Args:
         first: what the calls of a run selected from, in order.

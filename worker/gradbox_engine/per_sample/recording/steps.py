@@ -21,14 +21,39 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from gradbox_engine.per_sample.recording.batch_axis import BatchAxis
 from gradbox_engine.per_sample.recording.function_calls import Key, StepRecorder, Terms, tensors_of
-from gradbox_engine.per_sample.recording.pointwise import broadcast_size
 from gradbox_engine.per_sample.rules.rule import Layer, Rule, Target
 from gradbox_factors import Block
+
+# Functions of which an argument may be replaced by its broadcast copies: those that act entry by
+# entry, beside the mask that attention adds to its scores.
+_NAMES = """
+add sub mul div true_divide divide multiply subtract floor_divide pow maximum minimum lerp
+addcmul addcdiv atan2 hypot where logaddexp fmax fmin clamp
+""".split()
+
+_OPERATORS = """
+__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __pow__ __rpow__
+add_ sub_ mul_ div_ __iadd__ __isub__ __imul__ __itruediv__
+""".split()
+
+
+def _named(names: list[str], *owners: Any) -> set[Callable[..., Any]]:
+    return {getattr(owner, name) for owner in owners for name in names if hasattr(owner, name)}
+
+
+POINTWISE = _named(_NAMES, torch, Tensor) | _named(_OPERATORS, Tensor) | _named(["rsub"], torch)
+EXPANDING = _named(["expand", "expand_as", "repeat"], Tensor) | {
+    torch.broadcast_to,
+    Tensor.broadcast_to,
+    torch.tile,
+    Tensor.tile,
+}
 
 
 def label(key: Key) -> str:
@@ -276,3 +301,22 @@ class VmapStep(Step):
             if axis is not None:
                 return tensor.shape[axis.dim] // axis.length(1)
         return 0
+
+
+def broadcast_size(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], q: Tensor
+) -> tuple[int, ...] | None:
+    """Return the shape to which a function broadcasts its argument `q`, None if it may not."""
+    if function is F.scaled_dot_product_attention:
+        scores, mask = _scores(*args, **kwargs)
+        return scores if q is mask else None
+    if function not in POINTWISE:
+        return None
+    shapes = [x.shape for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+
+
+def _scores(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
+) -> tuple[tuple[int, ...], Tensor | None]:
+    return (*query.shape[:-1], key.shape[-2]), attn_mask

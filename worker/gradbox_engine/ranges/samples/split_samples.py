@@ -19,24 +19,25 @@ Shapes: B samples over all ranges.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
-from gradbox_engine.errors import BadReduction
-from gradbox_engine.per_sample.kept_factors import check_names
+from gradbox_engine.errors import BadInputs, BadReduction, DeviceLost
+from gradbox_engine.per_sample.reductions import check_names
 from gradbox_engine.per_sample.request import Form, Request, SampleResult
 from gradbox_engine.per_sample.sample_loss import check_given_apart, rows_by_sample
-from gradbox_engine.ranges.coroutines import Losses, on_some_device, run_together
-from gradbox_engine.ranges.protocol import Range
-from gradbox_engine.ranges.samples.gram import GramOfRanges
-from gradbox_engine.ranges.samples.joining import joined
+from gradbox_engine.ranges.coroutines import Coroutine, Losses, on_some_device, run_together
+from gradbox_engine.ranges.protocol import NamedSums, Range
+from gradbox_engine.ranges.reduction import added, split_in_tree
 from gradbox_engine.ranges.samples.protocol import (
     RangeSamples,
+    Rows,
     SampleDevice,
     SampleDevices,
     SampleTask,
@@ -47,6 +48,8 @@ from gradbox_factors import Factored
 T = TypeVar("T")
 
 GRAMS = ("gram", "gram_trace")
+SUMMED = ("clipped_sum", "vjp")
+"""Reductions that sum over samples; all others have something for each."""
 
 
 @dataclass(frozen=True)
@@ -226,3 +229,147 @@ def _with_rows(
             )
         )
     return tasks
+
+
+def joined(
+    parts: Sequence[Range], results: Sequence[SampleResult], *, reduce: str, seconds: float
+) -> SampleResult:
+    """Return what the job over all ranges gives.
+
+    Raises:
+        BadInputs: ranges differ in their number of outputs.
+    """
+    first = results[0]
+    for part, result in zip(parts, results, strict=True):
+        if result.outputs != first.outputs:
+            raise BadInputs(
+                f"shard {part.start}: expected {first.outputs} outputs a sample like shard 0, got "
+                f"{result.outputs}: pad the shards alike, or pool in readout="
+            )
+    if len(results) == 1:
+        return first
+    arrays = [result.arrays for result in results]
+    loops = {name: why for result in results for name, why in result.loops.items()}
+    return SampleResult(
+        arrays=tree_sum(arrays) if reduce in SUMMED else _cat(arrays),
+        factors=joined_factors([result.factors for result in results]),
+        parameter_norms=_cat([result.parameter_norms for result in results]),
+        values=torch.cat([r.values for r in results if r.values is not None]),
+        roads={
+            name: ("loop",) if name in loops else _all_roads(name, results)
+            for name in dict.fromkeys(name for result in results for name in result.roads)
+        },
+        loops=loops,
+        unreached=tuple(n for n in first.unreached if all(n in r.unreached for r in results)),
+        names=first.names,
+        samples=sum(result.samples for result in results),
+        outputs=first.outputs,
+        seconds=seconds,
+    )
+
+
+def joined_factors(factors: Sequence[Factored | None]) -> Factored | None:
+    """Return the factors of all ranges, in order."""
+    pieces = [piece for found in factors if found is not None for piece in found.pieces]
+    return Factored(pieces) if pieces else None
+
+
+def tree_sum(sums: Sequence[NamedSums]) -> NamedSums:
+    """Return the sum over ranges, see `reduction`."""
+    if len(sums) == 1:
+        return sums[0]
+    left, right = split_in_tree(sums)
+    return added(tree_sum(left), tree_sum(right))
+
+
+def _cat(named: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.cat([tensors[name] for tensors in named]) for name in named[0]}
+
+
+def _all_roads(name: str, results: Sequence[SampleResult]) -> tuple[str, ...]:
+    return tuple(sorted({road for result in results for road in result.roads.get(name, ())}))
+
+
+class GramOfRanges:
+    """J Jᵀ of all samples, out of blocks J_r J_sᵀ of ranges r ≤ s, each computed once.
+
+        ranges    0    1    2
+            0     ■    ■    ■
+            1     ᵀ    ■    ■        ᵀ: the transpose of the block on the other side
+            2     ᵀ    ᵀ    ■
+
+    Factors stay on the devices that made them; a block moves those of one range to another's
+    device. Rows that are lost with a device are made again.
+    """
+
+    def __init__(
+        self,
+        devices: SampleDevices,
+        parts: Sequence[Range],
+        tasks: Sequence[SampleTask],
+        found: Sequence[RangeSamples],
+        losses: Losses,
+    ) -> None:
+        """Take what ranges have made.
+
+        Args:
+            tasks: by which the rows of `found` were made.
+        """
+        self._devices, self._parts, self._tasks = devices, parts, tasks
+        self._rows: list[Rows | None] = [samples.rows for samples in found]
+        self._losses = losses
+
+    def whole(self, *, trace: bool) -> Tensor:
+        """Return J Jᵀ, (B, Y, B, Y), or its trace over outputs, (B, B).
+
+        Raises:
+            DeviceLost: no device is left, or one range has lost too many.
+        """
+        number = len(self._parts)
+        missing = [(r, s) for r in range(number) for s in range(r, number)]
+        blocks: dict[tuple[int, int], Tensor] = {}
+        while missing:
+            found = run_together([self._block(r, s, trace=trace) for r, s in missing])
+            pairs = list(zip(missing, found, strict=True))
+            blocks |= {pair: block for pair, block in pairs if isinstance(block, Tensor)}
+            missing = [pair for pair, block in pairs if not isinstance(block, Tensor)]
+            errors = [block for _, block in pairs if isinstance(block, DeviceLost)]
+            if errors:
+                self._make_again(missing, blocks, errors[0])
+        for r, s in [(r, s) for r, s in blocks if r != s]:
+            blocks[s, r] = blocks[r, s].permute((1, 0) if trace else (2, 3, 0, 1))
+        over = 1 if trace else 2
+        return torch.cat(
+            [torch.cat([blocks[r, s] for s in range(number)], over) for r in range(number)]
+        )
+
+    def _block(self, r: int, s: int, *, trace: bool) -> Coroutine[Tensor | DeviceLost]:
+        """Compute one block; return the error where rows are lost."""
+        right = None if r == s else self._rows[s]
+        try:
+            block: Tensor = yield self._devices.gram(self._rows[r], right, trace=trace)
+        except DeviceLost as error:
+            return error
+        return block
+
+    def _make_again(
+        self,
+        missing: Sequence[tuple[int, int]],
+        done: Container[tuple[int, int]],
+        error: DeviceLost,
+    ) -> None:
+        """Compute lost rows again; where it cannot be told whose are lost, all that may be."""
+        concerned = sorted({number for pair in missing for number in pair})
+        lost = [number for number in concerned if (number, number) not in done] or concerned
+        parts = [self._parts[number] for number in lost]
+        for part in parts:
+            self._losses.count(part, error)
+
+        def call(device: SampleDevice, part: Range) -> Future[RangeSamples]:
+            return device.run(part, self._tasks[part.index])
+
+        found = run_together(
+            [on_some_device(part, self._devices.take, call, self._losses) for part in parts]
+        )
+        for number, samples in zip(lost, found, strict=True):
+            self._rows[number] = samples.rows

@@ -26,7 +26,7 @@ from torch import Tensor
 from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.ranges import Range
 from gradbox_engine.ranges.samples import RangeSamples, Rows, SampleTask
-from gradbox_engine.ranges.samples.joining import SUMMED
+from gradbox_engine.ranges.samples.split_samples import SUMMED
 from gradbox_worker.cluster.actor.open_samples import SampleAnswer, SharedBySamples
 from gradbox_worker.cluster.actor.row_outlet import Handed, RowLayout
 from gradbox_worker.cluster.coordinator.open_devices import OpenDevice, OpenDevices
