@@ -28,8 +28,7 @@ if not is_torch_importable():
         "none: pip install 'gradbox[torch]', or submit a Forward and a Gradient"
     )
 
-from gradbox.remote.calls import RemoteOutput
-from gradbox.remote.forward_job import RemoteOptions
+from gradbox.remote.forward_job import RemoteOptions, RemoteOutput
 from gradbox.remote.model import RemoteModel
 
 __all__ = ["RemoteModel", "RemoteOptions", "RemoteOutput"]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch.autograd.forward_ad import unpack_dual
@@ -17,9 +17,6 @@ from gradbox.errors import InvalidInputs
 from gradbox.inputs.shards import Shard, read_shard
 from gradbox.protocol import MethodView
 from gradbox.tensors.tensor_bytes import is_tensor, tensor_bytes
-
-if TYPE_CHECKING:
-    from gradbox.remote.forward_job import RemoteForward
 
 PACKAGE: Final = str(Path(__file__).resolve().parents[1])
 
@@ -154,52 +151,3 @@ def _frames() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-class RemoteOutput(torch.Tensor):
-    """z of one call. Any use of it, its shape too, waits for the job that computes it.
-
-    It stands for an ordinary tensor with a `grad_fn`, and what is computed from it is ordinary.
-    """
-
-    _forward: RemoteForward
-    _slot: tuple[int, str]
-
-    @staticmethod
-    def standing_for(
-        forward: RemoteForward, slot: tuple[int, str], *, holder: torch.Tensor
-    ) -> RemoteOutput:
-        """Return a stand-in.
-
-        Args:
-            slot: the call's index, and the name of the output or "".
-            holder: what code sees that looks past torch's functions.
-        """
-        output = holder.as_subclass(RemoteOutput)
-        output._forward, output._slot = forward, slot
-        return output
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: Any = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        return func(*_fetched(args), **_fetched(dict(kwargs or {})))
-
-
-def _fetched(value: Any) -> Any:
-    """Put the tensors themselves in place of their stand-ins, in nested arguments too."""
-    if isinstance(value, RemoteOutput):
-        with torch._C.DisableTorchFunctionSubclass():
-            forward, slot = value._forward, value._slot
-        return forward.value(slot)
-    if isinstance(value, dict):
-        return {key: _fetched(item) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_make"):  # a named one
-        return value._make(_fetched(item) for item in value)
-    if type(value) in (list, tuple):
-        return type(value)(_fetched(item) for item in value)
-    return value

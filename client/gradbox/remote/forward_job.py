@@ -329,3 +329,52 @@ def _without_saving_hooks() -> AbstractContextManager[Any]:
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
         return nullcontext()
     return saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+
+
+class RemoteOutput(torch.Tensor):
+    """z of one call. Any use of it, its shape too, waits for the job that computes it.
+
+    It stands for an ordinary tensor with a `grad_fn`, and what is computed from it is ordinary.
+    """
+
+    _forward: RemoteForward
+    _slot: tuple[int, str]
+
+    @staticmethod
+    def standing_for(
+        forward: RemoteForward, slot: tuple[int, str], *, holder: torch.Tensor
+    ) -> RemoteOutput:
+        """Return a stand-in.
+
+        Args:
+            slot: the call's index, and the name of the output or "".
+            holder: what code sees that looks past torch's functions.
+        """
+        output = holder.as_subclass(RemoteOutput)
+        output._forward, output._slot = forward, slot
+        return output
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: Any = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return func(*_fetched(args), **_fetched(dict(kwargs or {})))
+
+
+def _fetched(value: Any) -> Any:
+    """Put the tensors themselves in place of their stand-ins, in nested arguments too."""
+    if isinstance(value, RemoteOutput):
+        with torch._C.DisableTorchFunctionSubclass():
+            forward, slot = value._forward, value._slot
+        return forward.value(slot)
+    if isinstance(value, dict):
+        return {key: _fetched(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_make"):  # a named one
+        return value._make(_fetched(item) for item in value)
+    if type(value) in (list, tuple):
+        return type(value)(_fetched(item) for item in value)
+    return value

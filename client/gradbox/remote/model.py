@@ -15,8 +15,8 @@ from gradbox.errors import InvalidInputs
 from gradbox.printable import printable
 from gradbox.protocol import ModelView
 from gradbox.remote.autograd import NotFetched
-from gradbox.remote.calls import RemoteOutput, read_call
-from gradbox.remote.forward_job import BARE, RemoteForward, RemoteOptions
+from gradbox.remote.calls import read_call
+from gradbox.remote.forward_job import BARE, RemoteForward, RemoteOptions, RemoteOutput
 from gradbox.remote.state import RemoteBuffers, rounded_weights, same, snapshot, trainable_leaves
 from gradbox.results.grad_accumulation import add_gradients
 from gradbox.results.result import GradResult

@@ -24,7 +24,7 @@ from gradbox_service.fleet import WorkerPresence
 from gradbox_service.jobs import JobRecord
 from gradbox_service.queue.active_jobs import ActiveJobs
 from gradbox_service.queue.following import Following, ReadChanges
-from gradbox_service.queue.positions import Positions
+from gradbox_service.queue.positions import QueuePositions
 from gradbox_service.queue.short_list import TURN_GRACE_S, Choice, ShortList
 from gradbox_service.repeating_thread import RepeatingThread
 
@@ -73,7 +73,7 @@ class Dispatcher(RepeatingThread):
         self.leads = False  # holds the lock, and has read what there was when it began to
         self._list = ShortList(box.turns, self.jobs, grace_s=turn_grace_s, clock=clock)
         self._choice = Choice(self.jobs, clock=clock)
-        self._positions = Positions(box.records)
+        self._positions = QueuePositions(box.records)
         self._box = box
         self._hold: str | None = None  # why no job is handed to a worker, if none is
         self._workers: Sequence[WorkerPresence] = ()

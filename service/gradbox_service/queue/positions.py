@@ -29,7 +29,7 @@ MOVED_FRACTION: Final = 0.2
 MOVED_S: Final = 5.0
 
 
-class Positions:
+class QueuePositions:
     """Stores and publishes positions for one dispatcher."""
 
     def __init__(self, records: Records) -> None:

@@ -42,7 +42,7 @@ Slot = tuple[str, str]
 Live = dict[Slot, Tensor | None]
 
 
-class Registered(NamedTuple):
+class AsRegistered(NamedTuple):
     """What a model was registered with."""
 
     state: ModelState
@@ -58,7 +58,7 @@ class Snapshot:
 
     def __init__(
         self,
-        registered: Registered,
+        registered: AsRegistered,
         numbers: BufferNumbers,
         beyond: State | None,
         carrying: frozenset[Slot] = frozenset(),
@@ -106,7 +106,7 @@ class Buffers:
         self._tables = {name: module._buffers for name, module in model.named_modules()}
         self.beyond = ModelState(model)
         buffers = RegisteredBuffers(b for b in self._live().values() if b is not None)
-        self._registered = Registered(self.beyond, buffers)
+        self._registered = AsRegistered(self.beyond, buffers)
         self.first = Snapshot(self._registered, buffers.first, AS_REGISTERED)
 
     def advance(self, previous: Snapshot) -> Snapshot:
