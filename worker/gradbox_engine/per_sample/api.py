@@ -161,16 +161,12 @@ def _run(
     if others is not None:
         groups.append(Group(AGAINST, others.inputs, method, streams=others.streams))
     with callable_model(model, groups, **setting) as ready:
-        planned, job = (
-            PlannedModel(ready),
-            partial(PerSampleJob, loss=loss, budget_bytes=budget_bytes),
-        )
+        planned = PlannedModel(ready)
+        job = partial(PerSampleJob, planned, loss=loss, budget_bytes=budget_bytes)
         own = [Position(0, shard) for shard in range(len(inputs))]
+        of_own = partial(job, own, loss_inputs=loss_inputs, sink=sink)
         if others is None:
-            found = job(
-                planned, own, request, loss_inputs=loss_inputs,
-                observer=observer, checkpoints=checkpoints, sink=sink,
-            ).run()  # fmt: skip
+            found = of_own(request, observer=observer, checkpoints=checkpoints).run()
             observer.step("samples", found.samples, found.samples)
             return found
         start = time.perf_counter()
@@ -179,17 +175,19 @@ def _run(
         if loss is not None:
             check_given_apart(loss_inputs, others.loss_inputs, counts)
         first = job(
-            planned, theirs, Request("none", "smaller"),
+            theirs,
+            Request("none", "smaller"),
             loss_inputs={**loss_inputs, **others.loss_inputs},
             observer=_Both(observer, 0, sum(counts)),
             checkpoints=_Section(checkpoints, "others", {}),
-        )  # fmt: skip
+        )
         rows = first.run()
-        found = job(
-            planned, own, replace(request, against=rows.factors), loss_inputs=loss_inputs,
+        second = of_own(
+            replace(request, against=rows.factors),
             observer=_Both(observer, counts[0], sum(counts)),
-            checkpoints=_Section(checkpoints, "own", {"others": first.state}), sink=sink,
-        ).run()  # fmt: skip
+            checkpoints=_Section(checkpoints, "own", {"others": first.state}),
+        )
+        found = second.run()
         observer.step("samples", sum(counts), sum(counts))
         return replace(found, other_values=rows.values, seconds=time.perf_counter() - start)
 

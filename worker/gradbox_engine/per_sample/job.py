@@ -42,6 +42,8 @@ from gradbox_engine.per_sample.shard_run import ShardRun
 from gradbox_engine.requests import Observer, Silent
 from gradbox_factors import Factored, projection_of
 
+BUDGET_BYTES = 2**30
+
 
 @dataclass
 class ResultFacts:
@@ -103,9 +105,6 @@ class ResultFacts:
             outputs=self.outputs,
             seconds=time.perf_counter() - start,
         )
-
-
-BUDGET_BYTES = 2**30
 
 
 class PerSampleJob:

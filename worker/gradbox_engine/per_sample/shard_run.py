@@ -151,7 +151,7 @@ class ShardRun:
                 return self._terms_anew(outputs, last=last)
         if last:
             self.graph.free()
-            if all_rows:
+            if self._confirmed or (all_rows and row is not None):
                 self.plan.confirmed.setdefault(self.graph.calls, set()).update(self._confirmed)
         return terms
 

@@ -210,8 +210,11 @@ def output_change(z_1: Tensor, z: Tensor, sample: int, *, rounding: torch.dtype)
         ‖z_1 − z_b‖ / ‖z_b‖ over the entries that differ.
     """
     expected = z.detach()[sample : sample + 1]
-    same = (z_1 == expected) | (z_1.isnan() & expected.isnan())
-    difference = _norm((z_1 - expected).masked_fill(same, 0.0))
+    same = z_1 == expected
+    difference = _norm(z_1 - expected)
+    if not isfinite(difference):
+        same |= z_1.isnan() & expected.isnan()
+        difference = _norm((z_1 - expected).masked_fill(same, 0.0))
     if difference == 0:
         return 0.0
     size = _norm_of_finite(expected, same)

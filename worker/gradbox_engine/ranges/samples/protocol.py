@@ -56,7 +56,7 @@ class SampleDevice(Protocol):
         """Return how many samples each shard of a range has."""
 
     def smaller(self, part: Range, task: SampleTask) -> Future[bool]:
-        """Return whether `form="auto"` keeps factors, by the first shard and B of the job."""
+        """Return whether `form="auto"` keeps factors, by a range's first shard and B of the job."""
 
     def run(self, part: Range, task: SampleTask) -> Future[RangeSamples]:
         """Compute a range."""

@@ -69,7 +69,7 @@ class SampleRanges:
             return tuple(map(PlannedModel(ready).count, _positions(part, of_others=of_others)))
 
     def smaller(self, part: Range, task: SampleTask) -> bool:
-        """Return whether `form="auto"` keeps factors, by the first shard and B of the job."""
+        """Return whether `form="auto"` keeps factors, by a range's first shard and B of the job."""
         first = replace(part, stop=part.start + 1)
         asked = replace(task, form="auto", keep_rows=False)
         return self._run(first, asked, _Nowhere(), None).factors is not None
