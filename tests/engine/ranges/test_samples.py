@@ -24,7 +24,6 @@ from gradbox_engine.per_sample.request import Request
 from gradbox_engine.ranges import Range, cut
 from gradbox_engine.ranges.one_device import done
 from gradbox_engine.ranges.samples import (
-    OneSampleDevice,
     RangeSamples,
     SampleRanges,
     SampleTask,
@@ -109,13 +108,13 @@ def _gradients_in_ranges(
     request = _request(terms)
     ranges = SampleRanges(_model(), _groups(shards), request, loss=_loss, **SETTING, **how)
     parts = _parts(number, len(shards))
-    return split_samples(OneSampleDevice(ranges), parts, request, loss_inputs=LOSS_INPUTS)
+    return split_samples(_Devices(ranges), parts, request, loss_inputs=LOSS_INPUTS)
 
 
 def _jacobians_in_ranges(number: int, terms: Mapping[str, Any], **how: Any) -> SplitSamples:
     request = _request(terms)
     ranges = SampleRanges(_model(), _groups(SHARDS), request, **SETTING, **how)
-    return split_samples(OneSampleDevice(ranges), _parts(number), request)
+    return split_samples(_Devices(ranges), _parts(number), request)
 
 
 def _tensors(result: SampleResult) -> dict[str, Tensor]:
@@ -160,9 +159,7 @@ def test_jacobians_against_other_shards(reduce):
     one = jacobian(_model(), SHARDS, **SETTING, **terms, against=OtherShards(OTHERS))
     request = _request(terms)
     ranges = SampleRanges(_model(), _groups(SHARDS, OTHERS), request, **SETTING)
-    found = split_samples(
-        OneSampleDevice(ranges), _parts(3), request, other_parts=_parts(2, len(OTHERS))
-    )
+    found = split_samples(_Devices(ranges), _parts(3), request, other_parts=_parts(2, len(OTHERS)))
     _check(found, one, 3)
     assert torch.equal(found.other_values, one.other_values)
 
@@ -175,7 +172,7 @@ def test_gradients_against_other_shards_with_labels_of_their_own():
     request = _request({"reduce": "gram"})
     ranges = SampleRanges(_model(), _groups(SHARDS, OTHERS), request, loss=_loss, **SETTING)
     found = split_samples(
-        OneSampleDevice(ranges),
+        _Devices(ranges),
         _parts(2),
         request,
         loss_inputs=LOSS_INPUTS,
@@ -238,7 +235,7 @@ def test_shards_of_different_outputs_are_named():
     request = _request({})
     ranges = SampleRanges(_model(), _groups(shards), request)
     with pytest.raises(BadInputs, match="shard 1: expected 3 outputs a sample like shard 0, got"):
-        split_samples(OneSampleDevice(ranges), _parts(2, 2), request)
+        split_samples(_Devices(ranges), _parts(2, 2), request)
 
 
 def test_errors_name_shards_by_their_numbers_in_the_job():
@@ -257,7 +254,7 @@ class _Devices:
     """Devices of one process, one for each call; `dies` says at which kind of call one does."""
 
     ranges: SampleRanges
-    dies: Mapping[int, str]
+    dies: Mapping[int, str] = field(default_factory=dict)
     dead: set[int] = field(default_factory=set)
     given: int = 0
 

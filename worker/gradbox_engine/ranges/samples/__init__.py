@@ -15,12 +15,11 @@ from gradbox_engine.ranges.samples.protocol import (
     SampleDevices,
     SampleTask,
 )
-from gradbox_engine.ranges.samples.sample_ranges import OffsetSink, OneSampleDevice, SampleRanges
+from gradbox_engine.ranges.samples.sample_ranges import OffsetSink, SampleRanges
 from gradbox_engine.ranges.samples.split_samples import SampleRun, SplitSamples, split_samples
 
 __all__ = [
     "OffsetSink",
-    "OneSampleDevice",
     "RangeSamples",
     "Rows",
     "SampleDevice",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -18,9 +17,8 @@ from gradbox_engine.per_sample.pieces import Piece, Sink
 from gradbox_engine.per_sample.planned_model import PlannedModel
 from gradbox_engine.per_sample.planning.model import CallableModel, callable_model
 from gradbox_engine.per_sample.request import Request, SampleResult
-from gradbox_engine.ranges.one_device import done
 from gradbox_engine.ranges.protocol import Range
-from gradbox_engine.ranges.samples.protocol import RangeSamples, Rows, SampleDevice, SampleTask
+from gradbox_engine.ranges.samples.protocol import RangeSamples, Rows, SampleTask
 from gradbox_engine.requests import Group, Observer, Silent
 from gradbox_factors import Factored
 
@@ -153,33 +151,6 @@ class _Nowhere:
     ) -> None: ...
 
     def write(self, name: str, at: Piece, piece: Tensor) -> None: ...
-
-
-class OneSampleDevice:
-    """All ranges on one device, one after the other: what others have to return."""
-
-    def __init__(self, ranges: SampleRanges) -> None:
-        self._ranges = ranges
-
-    def take(self, part: Range) -> SampleDevice:
-        """Return this device, for any range."""
-        return self
-
-    def count(self, part: Range, *, of_others: bool) -> Future[tuple[int, ...]]:
-        """See `SampleRanges.count`."""
-        return done(lambda: self._ranges.count(part, of_others=of_others))
-
-    def smaller(self, part: Range, task: SampleTask) -> Future[bool]:
-        """See `SampleRanges.smaller`."""
-        return done(self._ranges.smaller, part, task)
-
-    def run(self, part: Range, task: SampleTask) -> Future[RangeSamples]:
-        """See `SampleRanges.run`."""
-        return done(self._ranges.run, part, task)
-
-    def gram(self, left: Rows, right: Rows | None, *, trace: bool) -> Future[Tensor]:
-        """See `gram_of`."""
-        return done(lambda: gram_of(left, right, trace=trace))
 
 
 def gram_of(left: Rows, right: Rows | None, *, trace: bool) -> Tensor:
