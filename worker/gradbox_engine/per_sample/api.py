@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from torch import Tensor, nn
 
@@ -36,11 +36,39 @@ from gradbox_engine.per_sample.request import (
     SampleResult,
 )
 from gradbox_engine.per_sample.sample_loss import check_given_apart
-from gradbox_engine.requests import SOLE_GROUP, Group, Observer, Phase, Shard, Silent
+from gradbox_engine.requests import (
+    SOLE_GROUP,
+    Group,
+    Mode,
+    Observer,
+    Phase,
+    Precision,
+    Shard,
+    Silent,
+)
 from gradbox_factors import Factored, Kind
 
 AGAINST = "against"
 """What messages call the group of other shards."""
+
+
+class Setting(TypedDict, total=False):
+    """How a job calls the model, see `CallOptions`, and how it runs."""
+
+    mode: Mode
+    precision: Precision
+    output: str | int | None
+    readout: Callable[[Any, dict[str, Any]], Any] | None
+    weights: Mapping[str, Tensor] | None
+    wrt: Sequence[str] | None
+    unchecked: Sequence[str]  # checks to leave out, see `callable_model`
+    method: str  # the model's, which is called
+    streams: Sequence[tuple[int, int]] | None  # the numbers (k, i) that each shard's random stream
+    # is derived from; by default 0 and the shard's
+    observer: Observer | None  # called before each piece; may raise to stop the job
+    checkpoints: Checkpoints | None  # where a long job's state is written, and read to go on
+    budget_bytes: int  # memory for pieces of a dense result on their way to `sink`
+    sink: Sink | None  # takes a dense result in pieces; without it arrays are returned
 
 
 def per_sample_gradient(
@@ -57,7 +85,7 @@ def per_sample_gradient(
     seed: int = 0,
     projection_seed: int = 0,
     against: Factored | OtherShards | None = None,
-    **setting: Any,
+    **setting: Unpack[Setting],
 ) -> SampleResult:
     """Compute dℓ_b/dθ for every sample b.
 
@@ -77,8 +105,7 @@ def per_sample_gradient(
         seed: of the random streams of the shards.
         against: rows J' of an earlier call, by the same parameters, or shards to make them of: a
             `gram` is then J J'ᵀ.
-        setting: how the job runs, see `_run`, and how the model is called: mode, wrt, precision,
-            output, readout, weights and unchecked, see `callable_model`.
+        setting: see `Setting`.
 
     Returns:
         What `reduce` asks for: rows (B, *shape) by parameter, arrays or factors as `form` says, or
@@ -106,7 +133,7 @@ def jacobian(
     seed: int = 0,
     projection_seed: int = 0,
     against: Factored | OtherShards | None = None,
-    **setting: Any,
+    **setting: Unpack[Setting],
 ) -> SampleResult:
     """Compute dz_by/dθ for every sample b and output y, the dims of z behind the first being Y.
 
@@ -144,17 +171,7 @@ def _run(
     sink: Sink | None = None,
     **setting: Any,
 ) -> SampleResult:
-    """Run a job, and before it one that keeps the factors of other shards, where there are some.
-
-    Args:
-        method: the model's, which is called.
-        streams: the numbers (k, i) that each shard's random stream is derived from; by default 0
-            and the shard's.
-        observer: called before each piece; may raise to stop the job.
-        checkpoints: where the state of a long job is written, and read when it begins again.
-        budget_bytes: memory for pieces of a dense result on their way to `sink`.
-        sink: takes a dense result in pieces; without it arrays are returned.
-    """
+    """Run a job, and before it one that keeps the factors of other shards, where there are some."""
     observer, checkpoints = observer or Silent(), checkpoints or NoCheckpoints()
     others = request.against if isinstance(request.against, OtherShards) else None
     groups = [Group(SOLE_GROUP, inputs, method, streams=streams)]
