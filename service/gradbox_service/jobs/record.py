@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from pydantic import TypeAdapter
 
@@ -231,27 +231,12 @@ class JobRecord:
         if self.state is not JobState.QUEUED:
             waits_at = None
         return JobView(
-            id=self.id,
-            state=self.state,
-            computation=self.computation,
-            model=self.model,
-            name=self.name,
-            owner=self.owner,
-            priority=self.priority,
-            created_s=self.created_s,
-            started_s=self.started_s,
-            finished_s=self.finished_s,
+            **{name: getattr(self, name) for name in _SHOWN},
             attempts=self.attempt,
             queue_position=None if waits_at is None else waits_at.position,
             waiting_for=None if waits_at is None else dict(waits_at.waiting_for),
             seconds_left=None if waits_at is None else waits_at.seconds_left,
             hold=None if waits_at is None else waits_at.hold,
-            progress=self.progress,
-            cancel_requested=self.cancel_requested,
-            worker=self.worker,
-            error=self.error,
-            result=self.result,
-            traceparent=self.traceparent,
         )
 
     def to_json(self) -> bytes:
@@ -264,6 +249,9 @@ class JobRecord:
         """
         return _RECORD.validate_json(text)
 
+
+# What the wire calls as the record does.
+_SHOWN = JobView.model_fields.keys() & {item.name for item in fields(JobRecord)}
 
 Transition = Callable[[JobRecord], JobRecord | None]
 
