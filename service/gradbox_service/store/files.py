@@ -110,12 +110,17 @@ def lock_file(path: Path) -> int | None:
     """Lock a file, made where there is none, until the descriptor is closed or the process ends.
 
     None if another process has.
+
+    Raises:
+        OSError: it cannot be opened, or its file system knows no locks.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    if lock(descriptor):
-        return descriptor
-    os.close(descriptor)
-    return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def begin_to_write_out(descriptor: int) -> None:
