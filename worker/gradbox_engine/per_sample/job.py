@@ -167,7 +167,7 @@ class PerSampleJob:
             elif outputs != facts.outputs:
                 raise BadInputs(
                     f"{self._model.where(self._positions[facts.shards])}: expected {facts.outputs} "
-                    f"outputs a sample like {self._model.where(self._positions[0])}, got "
+                    f"outputs a sample like shard {self._positions[0].shard}, got "
                     f"{outputs}: pad the shards alike, or pool in readout="
                 )
             if isinstance(collector, PulledBack):
