@@ -18,7 +18,7 @@ import httpx
 
 from gradbox.errors import ServiceUnavailable
 from gradbox.http.connection import Connection, parsed
-from gradbox.http.download import download, verify, why_no_result, write_in_place
+from gradbox.http.download import download, verify, why_no_result
 from gradbox.http.events import JobEvent, follow
 from gradbox.http.posting import ACCEPT, read_answer
 from gradbox.progress import ProgressBar, begins_in, downloading, state_and_place
@@ -29,6 +29,7 @@ from gradbox.results.result_files import HeldFile
 from gradbox.spans import CLIENT
 from gradbox.tensors.checksums import is_whole
 from gradbox.waits import JobWaits
+from gradbox.written_files import beside
 
 # For how long one answer waits for the end of a job; after it the events are followed.
 QUICK_S: Final = 1
@@ -286,7 +287,8 @@ class Job:
         if view.result is None:
             raise why_no_result(view, url=self._connection.url)
         if (small := self._take_small()) is not None:
-            write_in_place(path, small, expected=view.result)
+            with beside(path) as written:
+                written.write_bytes(small)
             return
         bar = downloading(self._title, shown=progress, stop=stop)
         with bar as show, CLIENT.span("download", parent=view.traceparent, job=self.id):

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from gradbox.errors import ServiceUnavailable, Unauthorized
-from gradbox.written_files import read_written
+from gradbox.written_files import beside, read_written
 
 FILE: Final = "client.toml"
 DATA: Final = "gradbox-data"
@@ -115,15 +114,8 @@ def write_settings(path: Path, settings: ClientSettings) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     # A JSON string of printable ASCII is a TOML string as well.
     text = f"url = {json.dumps(settings.url)}\ntoken = {json.dumps(settings.token)}\n"
-    # mkstemp makes it with mode 0600.
-    descriptor, beside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(beside, path)
-    except BaseException:
-        os.unlink(beside)
-        raise
+    with beside(path) as written:
+        written.write_text(text, encoding="utf-8")
 
 
 def read_settings(path: Path) -> ClientSettings | None:

@@ -1,4 +1,4 @@
-"""The text of a file that a person wrote: models.toml, a job file, client.toml.
+"""The text of a file that a person wrote, and files that are written whole or not at all.
 
 Some editors begin UTF-8 with a byte-order mark, which is no part of the text. Others save in the
 encoding of their system, in which there is no TOML.
@@ -6,6 +6,10 @@ encoding of their system, in which there is no TOML.
 
 from __future__ import annotations
 
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -24,3 +28,16 @@ def read_written(path: Path) -> str:
             f"in line {line} the byte {error.object[error.start]:#04x}, which is not UTF-8; save "
             f"the file as UTF-8"
         ) from None
+
+
+@contextmanager
+def beside(path: Path) -> Iterator[Path]:
+    """Give a file beside `path`, of mode 0600, and put it in its place when it is written."""
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    os.close(descriptor)
+    try:
+        yield Path(name)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

@@ -82,13 +82,6 @@ def verify(content: memoryview, *, expected: ResultView) -> None:
         raise _wrong_digest(found, expected)
 
 
-def write_in_place(path: Path, content: memoryview, *, expected: ResultView) -> None:
-    """Write a file that has come already, whole or not at all."""
-    part = part_of(path, expected)
-    part.write_bytes(content)
-    os.replace(part, path)
-
-
 def part_of(into: Path, expected: ResultView) -> Path:
     """Return where the file is while it is not whole: beside `into`, and of no other result."""
     return into.with_name(f"{into.name}.{expected.sha256[:16]}.part")

@@ -8,11 +8,8 @@ bits", states the form. Where there is no torch, bfloat16 is read from its bytes
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import tempfile
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, Self
@@ -33,6 +30,7 @@ from gradbox.tensors.safetensors_header import (
     read_header,
 )
 from gradbox.tensors.tensor_bytes import DTYPES, is_torch_importable
+from gradbox.written_files import beside
 
 if TYPE_CHECKING:
     import torch
@@ -193,19 +191,6 @@ def dtype_name(entry: TensorEntry) -> str:
     if entry.dtype not in _NAMES:
         raise ProtocolError(f"expected tensors of {', '.join(_NAMES)}, got {entry.dtype}")
     return _NAMES[entry.dtype]
-
-
-@contextmanager
-def beside(path: Path) -> Iterator[Path]:
-    """Give a file beside `path`, and put it in its place when it is written."""
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    os.close(descriptor)
-    try:
-        yield Path(name)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
 
 
 def no_such_tensor(name: object, *, section: str, names: Collection[str]) -> KeyError:
