@@ -13,11 +13,11 @@ the random stream (seed, 0, i):
         with shard_stream(seed, group=0, shard=i):
             zs.append(model(**x))
 
-Read `model` first. It records each call and returns a tensor that is fetched when it is first used
-(`calls`); `forward_job` sends all calls so far as one job and gives their outputs a `grad_fn`, made
-of the functions in `autograd`, whose backward runs the gradient job. All jobs are given the same
-`RemoteOptions`. The user's weights go along where they changed, and buffers from one job to the
-next: `state`.
+Read `model` first. It records each call (`calls`) and returns a tensor that is fetched when it is
+first used; `forward_job` sends all calls so far as one job and gives their outputs a `grad_fn`,
+made of the functions in `autograd`, whose backward runs the gradient job. All jobs are given the
+same `RemoteOptions`. The user's weights go along where they changed, and buffers from one job to
+the next: `state`.
 """
 
 from gradbox.tensors.tensor_bytes import is_torch_importable

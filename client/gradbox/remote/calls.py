@@ -1,4 +1,4 @@
-"""Calls of a remote model: what each was given, by which line of code, and what it returned."""
+"""Calls of a remote model: what each was given, and by which line of the user's code."""
 
 from __future__ import annotations
 

@@ -11,8 +11,7 @@ import typer
 
 from gradbox.cli.doctor.box_checks import check_box
 from gradbox.cli.doctor.finding import Finding
-from gradbox.cli.doctor.machine_checks import check_machine
-from gradbox.cli.doctor.package_checks import check_packages
+from gradbox.cli.doctor.machine_checks import check_machine, check_packages
 from gradbox.cli.down import DataFolder, data_folder
 from gradbox.cli.exits import DONE, JOB_FAILED
 from gradbox.cli.output import AsJson, say, say_json, styled

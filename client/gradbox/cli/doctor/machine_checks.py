@@ -1,4 +1,8 @@
-"""Checks of this machine as the place of a box; where none is installed they are skipped."""
+"""Checks of this machine: the packages that gradbox needs, and its fitness as the place of a box.
+
+Whoever installs another version of a package is only warned. Where no box is installed, its checks
+are skipped.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,45 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Final
 
+from packaging.requirements import Requirement
+
 from gradbox.cli.doctor.finding import Finding, fine, problem, skipped
 from gradbox.settings import noted_reserve_bytes
+
+# The extras that a client or a box has; "" is what all have.
+EXTRAS: Final = ("", "torch", "service", "worker", "cluster", "demo", "plot", "tracing")
+
+
+def check_packages() -> Iterator[Finding]:
+    """Yield whether the installed ones are of versions that this gradbox works with."""
+    check, unfit = "packages", {}
+    for wanted in _requirements():
+        try:
+            found = metadata.version(wanted.name)
+        except metadata.PackageNotFoundError:
+            continue  # of an extra that is not installed
+        if not wanted.specifier.contains(found, prereleases=True):
+            unfit[f"{wanted.name}{wanted.specifier}"] = f"{wanted.name} {found}"
+    if not unfit:
+        yield fine(check, f"of versions that gradbox {metadata.version('gradbox')} works with")
+        return
+    yield problem(
+        check,
+        "\n".join(f"expected {wanted}, got {found}" for wanted, found in unfit.items()),
+        fix="pip install " + " ".join(f"'{wanted}'" for wanted in unfit),
+    )
+
+
+def _requirements() -> Iterator[Requirement]:
+    for text in metadata.requires("gradbox") or ():
+        wanted = Requirement(text)
+        if wanted.marker is None or any(wanted.marker.evaluate({"extra": e}) for e in EXTRAS):
+            yield wanted
+
 
 GIB: Final = 2**30
 RESERVE_FRACTION: Final = 0.05
