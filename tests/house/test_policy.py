@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(
     path for folder in ("client", "service", "worker") for path in (ROOT / folder).rglob("*.py")
 )
+TORCH_PRIVATE = "worker/gradbox_engine/torch_private.py"
 ROOMS = sorted(path.parent for path in SOURCES if path.name == "__init__.py")
 UNPICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 LONGEST_FILE = 500
@@ -135,6 +136,41 @@ def test_a_file_holds_one_idea() -> None:
     assert {name: n for name, n in num_lines.items() if n > LONGEST_FILE} == {}
     short = {name for name, n in num_lines.items() if n < SHORTEST_FILE}
     assert {n for n in short if not n.endswith(ALWAYS_SHORT)} == SHORT.keys() & short
+
+
+def test_private_names_of_torch_that_the_box_uses_stand_in_one_file() -> None:
+    of_the_box = [(name, tree) for name, tree in parsed() if name.startswith("worker/")]
+    used = {name: said for name, tree in of_the_box if (said := _private_names_of_torch(tree))}
+    assert used.keys() == {TORCH_PRIVATE}, used
+
+
+def test_a_private_name_of_torch_is_seen() -> None:
+    broken = (
+        "import torch._utils\nfrom torch._C import x\nself._version\nt._version\nn._saved_self\n"
+    )
+    lines = {said.split(":")[0] for said in _private_names_of_torch(ast.parse(broken))}
+    assert lines == {"line 1", "line 2", "line 4", "line 5"}
+
+
+def _private_names_of_torch(tree: ast.Module) -> list[str]:
+    """Return those of its modules, of tensors and modules, and of what nodes of a graph saved."""
+    import torch
+
+    kinds = (torch.Tensor, torch.nn.Module(), torch.jit.ScriptModule)
+    of_objects = {name for kind in kinds for name in dir(kind)} | {"_c", "_cdata"}
+    used: list[tuple[int, str]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            used += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            used += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            used.append((node.lineno, ast.unparse(node)))
+            is_own = ast.unparse(node.value) in ("self", "cls", "super()")
+            if node.attr.startswith("_saved_") or (node.attr in of_objects and not is_own):
+                used.append((node.lineno, f"torch.{node.attr}"))
+    private = re.compile(r"torch(\.\w+)*\._[a-zA-Z]\w*(\.\w+)*")
+    return [f"line {line}: {name}" for line, name in used if private.fullmatch(name)]
 
 
 def test_no_two_classes_share_a_name() -> None:

@@ -28,6 +28,8 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from gradbox_engine.torch_private import GROUPED_PRODUCT, inside_transform
+
 Operation = Callable[..., Any]
 
 _DIFFERENCES_BYTES = 64 * 2**20
@@ -65,7 +67,7 @@ class Roundings(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if inside_transform():
             return func(*args, **(kwargs or {}))  # tensors of a transform do not tell tangents
         result = self.call(func, *args, **(kwargs or {}))
         if (
@@ -119,7 +121,7 @@ def _grouped_product(
     (a, a_tangent), (b, b_tangent) = parts(a), parts(b)
     if (a_tangent is None) == (b_tangent is None) or _moves(bias):
         return None
-    product: Operation = partial(torch._grouped_mm, offs=offs, **options)
+    product: Operation = partial(GROUPED_PRODUCT, offs=offs, **options)
     tangent = product(a, b_tangent) if a_tangent is None else product(a_tangent, b)
     return dual(product(a, b, bias=bias), tangent)
 
@@ -235,7 +237,7 @@ RULES: dict[Operation, Callable[..., Tensor | None]] = {
     **{product: partial(_product, product) for product in PRODUCTS},
     **{quotient: partial(_quotient, quotient) for quotient in QUOTIENTS},
     torch.addmm: _shifted_product,
-    torch._grouped_mm: _grouped_product,
+    GROUPED_PRODUCT: _grouped_product,
     F.grid_sample: partial(_linear, F.grid_sample),
     F.batch_norm: _batch_norm,
     F.group_norm: _group_norm,

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from gradbox_engine.torch_private import SAVED_INPUTS
+
 _Reentrant = torch.utils.checkpoint.CheckpointFunction
 _REPLACED: dict[tuple[Any, str], list[Any]] = {}  # by place: torch's own, and what stands there
 RECURRENT = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
@@ -62,10 +64,10 @@ def forward_mode_checkpoints() -> Iterator[None]:
     mode saves their inputs.
     """
     with checkpoints_inlined():
-        if not hasattr(torch.utils.checkpoint, "_NoopSaveInputs"):
+        if not hasattr(torch.utils.checkpoint, SAVED_INPUTS):
             yield
             return
-        with replaced(torch.utils.checkpoint, "_NoopSaveInputs", _NothingSaved):
+        with replaced(torch.utils.checkpoint, SAVED_INPUTS, _NothingSaved):
             yield
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from gradbox_engine.torch_private import is_traceable_wrapper_subclass, sparse_parts
 
 PLAIN_INDICES = {
     torch.sparse_csr: ("crow_indices", "col_indices"),
@@ -50,7 +51,7 @@ def strided_parts(tensor: Tensor) -> list[Tensor]:
         return [tensor]
     tensor = tensor.detach()
     if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
+        return sparse_parts(tensor)
     if tensor.layout in PLAIN_INDICES:
         indices = (getattr(tensor, name)() for name in PLAIN_INDICES[tensor.layout])
         return [*indices, tensor.values()]

@@ -9,10 +9,10 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gradbox_engine.errors import BadInputs, UnknownParameter
 from gradbox_engine.requests import Group
+from gradbox_engine.torch_private import is_traceable_wrapper_subclass
 
 INPUTS = "inputs."
 ALL = "*"  # every parameter, of a model without any none

@@ -35,6 +35,7 @@ from gradbox_engine.per_sample.recording.function_calls import (
     StepRecorder,
     custom_functions_shown,
 )
+from gradbox_engine.torch_private import hooks_on_gradient
 from gradbox_factors import Block, Lookup, Outer, Positions, Term, Total, Zero
 
 Terms = dict[str, Term]
@@ -110,7 +111,7 @@ class RecordedGraph:
         if records:
             edges = [record.edge for record in records]
             keep = looped or keep_graph
-            if slopes is None or self.z._backward_hooks:  # which the slopes went through
+            if slopes is None or hooks_on_gradient(self.z):  # which the slopes went through
                 by_edge = self._backward(edges, outputs, keep=keep)
             else:
                 of_sum = gradients(
@@ -172,7 +173,7 @@ class RecordedGraph:
 
         Only there it is known how large the cotangent is that float16 has to hold.
         """
-        if not self._in_float16 or self.z._backward_hooks:
+        if not self._in_float16 or hooks_on_gradient(self.z):
             return value, cotangent
         (at_z,) = gradients(value, [self.z], cotangent, keep_graph=True, batched=batched)
         return (value, cotangent) if at_z is None else (self.z, at_z)

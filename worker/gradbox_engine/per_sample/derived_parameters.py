@@ -18,6 +18,7 @@ from gradbox_engine.per_sample.gradients import gradients, gradients_in_turn
 from gradbox_engine.per_sample.recording.function_calls import Key
 from gradbox_engine.per_sample.rules.embedding import lookup
 from gradbox_engine.per_sample.rules.rule import Target
+from gradbox_engine.torch_private import base_of, looked_up
 from gradbox_factors import Block, Outer, Term, Total
 
 _TRANSPOSED = ("TBackward0", "TransposeBackward0")
@@ -35,7 +36,7 @@ def parameter_terms(
     names = {id(parameter): name for name, parameter in parameters.items()}
     for key, found in terms.items():
         q = derived[key]
-        name = names.get(id(q._base)) if _of_parts(q) else None
+        name = names.get(id(base_of(q))) if _of_parts(q) else None
         if name is None:
             yield from _pulled_back(q, found, parameters, in_float16=in_float16)
             continue
@@ -54,7 +55,7 @@ def parameter_terms(
 
 def _of_parts(q: Tensor) -> bool:
     """Return whether q is a view of some of a contiguous tensor's entries, each once."""
-    base = q._base
+    base = base_of(q)
     if base is None or not base.is_contiguous() or q.numel() >= base.numel():
         return False
     reach = 0
@@ -100,8 +101,8 @@ def _turned(term: Term, name: str, leaf: Tensor) -> Term:
 
 
 def _looked_up(node: Any, block: Tensor, weight: Target) -> Term:
-    ids = node._saved_indices.reshape(1, -1).expand(block.shape[0], -1)
-    padding_idx = node._saved_padding_idx
+    ids, padding_idx = looked_up(node)
+    ids = ids.reshape(1, -1).expand(block.shape[0], -1)
     # The node keeps "no padding" as -1, unsigned.
     inside = padding_idx if 0 <= padding_idx < weight.shape[0] else None
     return lookup(ids, block.transpose(0, 1), weight, inside)

@@ -26,7 +26,6 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradbox_engine.errors import CoupledShards
 from gradbox_engine.model.prepared import Prepared
@@ -35,6 +34,7 @@ from gradbox_engine.model.state.model_state import AS_REGISTERED
 from gradbox_engine.model.tensor_equality import form, same_values
 from gradbox_engine.ranges.protocol import NormStatistics, NormUpdate, RangeOutputs
 from gradbox_engine.replay.shard_record import ShardRecord
+from gradbox_engine.torch_private import BatchNorm
 
 MEAN, VAR, COUNT = "running_mean", "running_var", "num_batches_tracked"
 
@@ -54,7 +54,7 @@ def updates(ready: Prepared, records: Sequence[ShardRecord]) -> dict[str, NormUp
     norms = {
         name: module
         for name, module in ready.model.named_modules()
-        if isinstance(module, _BatchNorm) and module.training
+        if isinstance(module, BatchNorm) and module.training
     }
     composable = {(name, buffer) for name in norms for buffer in (MEAN, VAR, COUNT)}
     changed: set[Slot] = set()

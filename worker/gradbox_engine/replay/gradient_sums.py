@@ -22,6 +22,7 @@ from torch import Tensor
 from gradbox_engine.checkpoint import Checkpoint
 from gradbox_engine.errors import ModelCallFailed
 from gradbox_engine.model.precision import accumulation_dtype
+from gradbox_engine.torch_private import hooks_after_accumulation, num_holders
 
 
 class GradientSums:
@@ -60,7 +61,7 @@ class GradientSums:
             total = self._sums.get(name)
             exact = total is not None and total.dtype == parameter.dtype and self.scale == 1.0
             # A hook of the model's own changes one shard's gradient, not the sum so far.
-            if exact and not parameter._post_accumulate_grad_hooks:
+            if exact and not hooks_after_accumulation(parameter):
                 parameter.grad = total
             else:
                 parameter.grad = None  # what the model's own backward passes may have left
@@ -120,22 +121,16 @@ class GradientSums:
             self._sums[name].add_(gradient, alpha=1 / self.scale)
             return
         gradient = gradient.to_dense()
-        shared = len(parameter._post_accumulate_grad_hooks) > 1 or not _alone(gradient)
+        shared = len(hooks_after_accumulation(parameter) or ()) > 1 or not _alone(gradient)
         wide = gradient.to(accumulation_dtype(gradient.dtype), copy=shared)
         self._sums[name] = wide if self.scale == 1.0 else wide.mul_(1 / self.scale)
-
-
-# Private to torch, which says nowhere else who holds a storage; without it all are copied. It goes
-# once there is a public way to ask.
-_num_holders = getattr(torch._C, "_storage_Use_Count", None)
 
 
 def _alone(gradient: Tensor) -> bool:
     """Return whether a gradient is the only holder of its memory, and all that is in it."""
     storage = gradient.untyped_storage()
     return (
-        _num_holders is not None
-        and _num_holders(storage._cdata) == 2  # the gradient, and `storage` here
+        num_holders(storage) == 2  # the gradient, and `storage` here
         and storage.resizable()  # memory of NumPy's or another library's is not
         and storage.nbytes() == gradient.nbytes
     )

@@ -26,6 +26,7 @@ from gradbox_engine.model.calling.calls import ShardGraph
 from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.model.prepared import Prepared
 from gradbox_engine.model.tensor_equality import is_plain, storages_of
+from gradbox_engine.torch_private import version_of, without_numbers
 
 Saved = tuple[Tensor, int]
 """A tensor and the version in which it was saved."""
@@ -88,18 +89,18 @@ class SavedTensors:
     def _pack(self, tensor: Tensor) -> Saved:
         # Without its place in the graph: a node that owned its own output would never be freed.
         tensor = tensor.detach()
-        if tensor._is_zerotensor():  # of forward mode within the model: it has no storage
-            return tensor, tensor._version
+        if without_numbers(tensor):  # of forward mode within the model: it has no storage
+            return tensor, version_of(tensor)
         storages = storages_of([tensor])
         if is_plain(tensor) and self._copied and not self._copied.isdisjoint(storages):
             tensor = tensor.clone()
             self.num_bytes += tensor.nbytes
-            return tensor, tensor._version
+            return tensor, version_of(tensor)
         for address, storage in storages.items():
             if address not in self._counted:
                 self._counted.add(address)
                 self.num_bytes += storage.nbytes()
-        return tensor, tensor._version
+        return tensor, version_of(tensor)
 
 
 def _allocated_bytes(devices: Iterable[torch.device]) -> int:
@@ -108,9 +109,9 @@ def _allocated_bytes(devices: Iterable[torch.device]) -> int:
 
 def _unpack(saved: Saved) -> Tensor:
     tensor, version = saved
-    if tensor._version != version:
+    if version_of(tensor) != version:
         raise RuntimeError(
             "a tensor needed for the gradient was modified by an in-place operation: "
-            f"{tuple(tensor.shape)} is at version {tensor._version}, expected {version}"
+            f"{tuple(tensor.shape)} is at version {version_of(tensor)}, expected {version}"
         )
     return tensor

@@ -22,9 +22,9 @@ from itertools import zip_longest
 from typing import Any, Final
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradbox.errors import GraphRefused
+from gradbox_engine.torch_private import TorchDispatchMode
 
 _GIB: Final = 2**30
 # What results have at most one entry for each of the arguments' common shape.

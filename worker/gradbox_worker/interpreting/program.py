@@ -13,6 +13,7 @@ from gradbox.graphs import allow_list, targets
 from gradbox.graphs.argument_rules import function_writes
 from gradbox.graphs.check import arguments_of
 from gradbox.graphs.schema import Graph, Node
+from gradbox_engine.torch_private import switch_gradients
 from gradbox_worker.interpreting.bounded_arithmetic import with_bounds
 
 Values = dict[str, Any]
@@ -62,7 +63,7 @@ class Program:
             return lambda values: self.own(values[TENSORS][target], values)
         if node.target == allow_list.GRAD_MODE:
             enabled = node.args[0]
-            return lambda values: torch._C._set_grad_enabled(enabled and values[OUTER])
+            return lambda values: switch_gradients(enabled and values[OUTER])
         return _call(node, device)
 
 

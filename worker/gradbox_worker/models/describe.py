@@ -8,10 +8,10 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gradbox.protocol import MethodView, ModelView, ParameterView
 from gradbox_engine.model.tensor_equality import strided_parts
+from gradbox_engine.torch_private import is_traceable_wrapper_subclass
 from gradbox_worker.models.example import find_example
 from gradbox_worker.models.models_file import ModelEntry
 

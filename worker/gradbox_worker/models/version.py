@@ -25,10 +25,10 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gradbox.tensors.tensor_bytes import bytes_in_order
 from gradbox_engine.model.tensor_equality import strided_parts
+from gradbox_engine.torch_private import is_traceable_wrapper_subclass
 
 ADDRESS: Final = re.compile(r" at 0x[0-9a-fA-F]+")
 # What names the module of a `python` model's file: where it lies is no part of what it is.

@@ -37,6 +37,7 @@ from gradbox_engine.model.calling.blame import blaming
 from gradbox_engine.model.calling.outputs import Outputs, as_z, choose, describe
 from gradbox_engine.model.precision import accumulation_dtype
 from gradbox_engine.requests import Penalty
+from gradbox_engine.torch_private import hooks_on_gradient, version_of
 
 AT = re.compile(r"(?P<module>[^\[\]]*)(?P<elements>(\[[^\[\]]+\])*)")
 
@@ -49,14 +50,14 @@ class Tap:
         self._penalty = penalty
         value = activation.detach()
         self._value = value.clone() if copied else value
-        self._version = self._value._version
+        self._version = version_of(self._value)
         self._z: Outputs | None = None  # until the backward pass from z
         self._factor = 1.0
         if activation.requires_grad:
             activation.register_hook(self._add_gradient)  # type: ignore[no-untyped-call]
             # Before hooks of the model's own, which the penalty's gradient passes through as well.
             # autograd runs them in the order of insertion, which `move_to_end` does not change.
-            hooks: Any = activation._backward_hooks
+            hooks: Any = hooks_on_gradient(activation)
             *earlier, own = hooks.items()
             hooks.clear()
             hooks.update([own, *earlier])
@@ -64,7 +65,7 @@ class Tap:
     @property
     def overwritten(self) -> bool:
         """Whether the model has changed the activation in place."""
-        return self._value._version != self._version
+        return version_of(self._value) != self._version
 
     def value(self) -> Tensor:
         """Return weight · loss(tap), 0-dim, by the kernels that a graph would use, without one."""

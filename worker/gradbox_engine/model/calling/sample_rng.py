@@ -27,12 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradbox_engine.errors import BadInputs, SampleStreamRefused
 from gradbox_engine.model.calling.shard_feed import Position, permutation
 from gradbox_engine.model.calling.shard_rng import generator_fingerprint
 from gradbox_engine.requests import Group, Shard
+from gradbox_engine.torch_private import TorchDispatchMode
 
 aten = torch.ops.aten
 

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from gradbox_engine.errors import BadInputs
 from gradbox_engine.model.weights import wide_dtype
 from gradbox_engine.requests import Group, Shard
+from gradbox_engine.torch_private import tree_leaves, tree_map
 
 
 class Position(NamedTuple):

@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors
 
 from gradbox_engine.model.host_copy import HostCopy
 from gradbox_engine.model.tensor_equality import form, same_values, writable
+from gradbox_engine.torch_private import copy_each, flattened, set_versions, version_of
 
 
 class PackedNumbers(NamedTuple):
@@ -34,7 +34,7 @@ class PackedNumbers(NamedTuple):
     def of(cls, buffers: Mapping[int, Tensor]) -> PackedNumbers:
         """Copy the numbers of buffers, one behind the other."""
         tensors = tuple(buffers.values())
-        flat: Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
+        flat = flattened(tensors)
         if len(tensors) == 1:
             flat = flat.clone()  # one alone comes as a view
         return cls(tuple(buffers), tuple(tensor.shape for tensor in tensors), flat)
@@ -154,19 +154,18 @@ class RegisteredBuffers:
             elif not same_values(buffer, value):
                 buffer.data = value.clone()
         if targets:
-            torch._foreach_copy_(targets, sources)
+            copy_each(targets, sources)
         self._restore_versions(numbers.versions)
 
     def _versions(self) -> dict[int, int]:
-        return {i: b._version for i, b in enumerate(self._buffers) if not b.is_inference()}
+        return {i: version_of(b) for i, b in enumerate(self._buffers) if not b.is_inference()}
 
     def _restore_versions(self, versions: Mapping[int, int]) -> None:
         """Let graphs that saved a buffer find the version that they saved.
 
         autograd takes a tensor for overwritten when its counter has moved on. Here the numbers
         were restored, so the counter is, too. A shard that overwrites in place what its own graph
-        saved still fails, as in plain torch: its counter ends above the saved one. The function is
-        private to torch, which uses it for the same purpose in FSDP; there is no public one.
+        saved still fails, as in plain torch: its counter ends above the saved one.
         """
         buffers = tuple(self._buffers[index] for index in versions)
-        torch._C._autograd._unsafe_set_version_counter(buffers, tuple(versions.values()))
+        set_versions(buffers, tuple(versions.values()))

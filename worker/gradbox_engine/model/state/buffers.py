@@ -35,6 +35,7 @@ from gradbox_engine.model.state.buffer_numbers import BufferNumbers, RegisteredB
 from gradbox_engine.model.state.model_state import AS_REGISTERED, ModelState, State
 from gradbox_engine.model.state.stated import from_stated, stated
 from gradbox_engine.model.tensor_equality import same_values, storages_of
+from gradbox_engine.torch_private import buffers_of
 
 Slot = tuple[str, str]
 """A submodule's name and the buffer's name in it."""
@@ -103,7 +104,7 @@ class Buffers:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._tables = {name: module._buffers for name, module in model.named_modules()}
+        self._tables = {name: buffers_of(module) for name, module in model.named_modules()}
         self.beyond = ModelState(model)
         buffers = RegisteredBuffers(b for b in self._live().values() if b is not None)
         self._registered = AsRegistered(self.beyond, buffers)
@@ -156,7 +157,7 @@ class Buffers:
             assert value is not None
             value = value.detach()
             zero = value.new_zeros(()).requires_grad_()
-            zero.register_hook(partial(_refuse_crossing, _join(module, name)))
+            zero.register_hook(partial(_refuse_crossing, _join(module, name)))  # type: ignore[no-untyped-call]
             with torch.enable_grad():
                 bound[name] = value - zero  # which keeps the sign of a zero, too
 

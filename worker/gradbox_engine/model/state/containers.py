@@ -16,7 +16,8 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.jit._script import OrderedDictWrapper
+
+from gradbox_engine.torch_private import OrderedDictWrapper
 
 try:
     import numpy

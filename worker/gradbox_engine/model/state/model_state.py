@@ -62,6 +62,7 @@ from gradbox_engine.model.state.mutables import (
 )
 from gradbox_engine.model.state.outlines import Outline
 from gradbox_engine.model.tensor_equality import storages_of
+from gradbox_engine.torch_private import buffers_of, parameters_of
 
 OF_TORCH: Final = frozenset(vars(nn.Module())) - {"training"} | {"__class__"}
 TABLES: Final = frozenset(n for n, v in vars(nn.Module()).items() if isinstance(v, CONTAINERS))
@@ -128,7 +129,7 @@ class ModelState:
         self._before: dict[str, Outline] | None = None  # of what the shard before left out
         self._model = model
         self._modules = list(model.named_modules())
-        self._tables_of_buffers = {id(module._buffers) for _, module in self._modules}
+        self._tables_of_buffers = {id(buffers_of(module)) for _, module in self._modules}
         self.tensors = self._find()
         """Those that are registered nowhere."""
         mutables = self._registered.values()
@@ -230,7 +231,7 @@ class ModelState:
         """Return what is bound to buffers' names, each beside its submodule's, in a state."""
         buffers: dict[tuple[str, str], Tensor | None] = {}
         for path, module in self._modules:
-            key = id(module._buffers)
+            key = id(buffers_of(module))
             table = state.changed.get(key) or self._registered.get(key)
             if isinstance(table, Entries):
                 buffers |= {(path, name): buffer for name, buffer in table.parts()}
@@ -239,7 +240,7 @@ class ModelState:
     def _find(self) -> list[Tensor]:
         """Note what can change in submodules, then what lies inside their attributes."""
         for _, module in self._modules:
-            registered = chain(module._parameters.values(), module._buffers.values())
+            registered = chain(parameters_of(module).values(), buffers_of(module).values())
             self._seen.update(map(id, (module, *registered)))
         places: list[Place] = []
         for path, module in self._modules:

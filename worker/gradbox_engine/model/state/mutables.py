@@ -28,6 +28,12 @@ from gradbox_engine.model.state.containers import (
 )
 from gradbox_engine.model.state.outlines import Outline, beyond_kinds, outline
 from gradbox_engine.model.tensor_equality import equal_numbers, form, is_plain, writable
+from gradbox_engine.torch_private import (
+    scripted_attributes,
+    set_scripted_attributes,
+    set_versions,
+    version_of,
+)
 
 try:
     import numpy.random  # which NumPy imports on first use
@@ -36,7 +42,6 @@ except ImportError:
 
 MOST_BYTES: Final = 2**24  # of an array or a tensor
 MOST_KEPT_BYTES: Final = 2**16  # of one in each of n states
-OF_TORCHSCRIPT: Final = frozenset({"training", "_is_full_backward_hook"})
 
 LEFT_OUT: Final = object()
 """In the place of an attribute or an entry of a dict that no state keeps."""
@@ -315,7 +320,7 @@ class Numbers(Whole):
 
     def __init__(self, path: str, tensor: Tensor) -> None:
         super().__init__(path, tensor, tensor.detach().clone, tensor.copy_)
-        self._data, self._version = tensor.detach(), tensor._version
+        self._data, self._version = tensor.detach(), version_of(tensor)
         self._requires_grad = tensor.requires_grad
 
     def changed(self) -> bool:
@@ -341,7 +346,7 @@ class Numbers(Whole):
         if self.changed():
             self.owner.data.copy_(self._value)
             self.owner.requires_grad_(self._requires_grad)
-        torch._C._autograd._unsafe_set_version_counter((self.owner,), (self._version,))
+        set_versions([self.owner], [self._version])
 
 
 def scripted(path: str, module: torch.jit.ScriptModule) -> Mutable:
@@ -351,24 +356,13 @@ def scripted(path: str, module: torch.jit.ScriptModule) -> Mutable:
     """
 
     def read() -> dict[str, Any]:
-        attributes = scripted_attributes(module)
-        return {name: value for name, value in attributes.items() if not _holds_tensors(value)}
+        return {
+            name: value
+            for name, value in scripted_attributes(module).items()
+            if not _holds_tensors(value)
+        }
 
     return Whole(path, module, read, partial(set_scripted_attributes, module))
-
-
-def set_scripted_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> None:
-    """Bind names of a TorchScript module to values."""
-    for name, value in attributes.items():
-        module._c.setattr(name, value)  # type: ignore[operator, union-attr]
-
-
-def scripted_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return what a TorchScript module binds names to, buffers too; nothing of any other one."""
-    if not isinstance(module, torch.jit.ScriptModule):
-        return {}
-    names = module._concrete_type.get_attributes().keys() - OF_TORCHSCRIPT
-    return {name: module._c.getattr(name) for name in sorted(names)}
 
 
 def _holds_tensors(value: Any) -> bool:

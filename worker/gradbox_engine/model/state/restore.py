@@ -17,12 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from gradbox_engine.model.state.model_state import AS_REGISTERED, ModelState
-from gradbox_engine.model.state.mutables import (
-    MOST_BYTES,
+from gradbox_engine.model.state.mutables import MOST_BYTES
+from gradbox_engine.model.tensor_equality import same_values
+from gradbox_engine.torch_private import (
+    buffers_of,
+    hooks_after_accumulation,
+    hooks_on_gradient,
+    parameters_of,
     scripted_attributes,
     set_scripted_attributes,
 )
-from gradbox_engine.model.tensor_equality import same_values
 
 
 @contextmanager
@@ -35,10 +39,10 @@ def restored(model: nn.Module) -> Iterator[list[Tensor]]:
     registered = ModelState(model)
     scripted = [(module, scripted_attributes(module)) for module in modules]
     modes = [module.training for module in modules]
-    parameters = _tensors(module._parameters for module in modules)
+    parameters = _tensors(map(parameters_of, modules))
     renormed_tables = renormed(modules)
     states = [_TensorState(p, with_value=id(p) in renormed_tables) for p in parameters]
-    states += [_TensorState(b, with_value=True) for b in _tensors(m._buffers for m in modules)]
+    states += [_TensorState(b, with_value=True) for b in _tensors(map(buffers_of, modules))]
     own = {id(value) for module in modules for value in vars(module).values()}
     known = {id(state.tensor) for state in states}
     states += [
@@ -95,8 +99,8 @@ class _TensorState:
         self._value = self._data.clone() if with_value else None
         self._requires_grad = tensor.requires_grad
         self._grad = tensor.grad
-        self._hooks = dict(tensor._backward_hooks or {})
-        self._later_hooks = dict(tensor._post_accumulate_grad_hooks or {})
+        self._hooks = dict(hooks_on_gradient(tensor) or {})
+        self._later_hooks = dict(hooks_after_accumulation(tensor) or {})
 
     def restore(self) -> None:
         """Put it back; to be called under `torch.no_grad`."""
@@ -110,8 +114,8 @@ class _TensorState:
         tensor.requires_grad_(self._requires_grad)
         tensor.grad = self._grad
         for hooks, before in (
-            (tensor._backward_hooks, self._hooks),
-            (tensor._post_accumulate_grad_hooks, self._later_hooks),
+            (hooks_on_gradient(tensor), self._hooks),
+            (hooks_after_accumulation(tensor), self._later_hooks),
         ):
             if hooks is not None and list(hooks) != list(before):
                 hooks.clear()

@@ -37,6 +37,7 @@ from gradbox_engine.errors import (
 )
 from gradbox_engine.model.state.restore import renormed
 from gradbox_engine.model.tensor_equality import strided_parts
+from gradbox_engine.torch_private import hooks_on_gradient, version_of
 
 # Errors of two calls of a model that were compared.
 COMPARISONS = (ReplayMismatch, CoupledShards, CoupledSamples, SelfCheckFailed)
@@ -100,7 +101,7 @@ class Changes:
         self._model, self._overlaid, self._differentiated = model, overlaid, differentiated
         self.known = _known.setdefault(model, _Known())
         self.known.refuse_written()
-        self._num_hooks = {id(p): len(p._backward_hooks or ()) for p in model.parameters()}
+        self._num_hooks = {id(p): len(hooks_on_gradient(p) or ()) for p in model.parameters()}
         self._parameters = {
             name: parameter
             for name, parameter in model.named_parameters()
@@ -152,7 +153,7 @@ class Changes:
                         f"registered, got it in the forward pass, so it has no gradient; call the "
                         f"model once where it is built, or make it there"
                     )
-            elif len(parameter._backward_hooks or ()) != self._num_hooks[id(parameter)]:
+            elif len(hooks_on_gradient(parameter) or ()) != self._num_hooks[id(parameter)]:
                 raise ModelCallFailed(
                     f"parameter {name!r}: expected its hooks to stay as they were registered, got "
                     f"others after the forward pass, which every pass would add to; register them "
@@ -223,7 +224,7 @@ def why_load_again(model: nn.Module) -> str | None:
 
 def _versions(parameters: Mapping[str, Tensor]) -> dict[str, int]:
     """Return how often each was written to, but those made under inference mode do not count."""
-    return {name: 0 if p.is_inference() else p._version for name, p in parameters.items()}
+    return {name: 0 if p.is_inference() else version_of(p) for name, p in parameters.items()}
 
 
 def _sums_of_bits(parameter: Tensor) -> list[int]:

@@ -12,8 +12,6 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_map
 
 from gradbox_engine.errors import BadInputs, NoBatchAxis
 from gradbox_engine.model.calling.outputs import BARE
@@ -25,6 +23,7 @@ from gradbox_engine.model.tensor_equality import strided_parts
 from gradbox_engine.model.weights import wide_dtype
 from gradbox_engine.model.wrt import INPUTS, select
 from gradbox_engine.requests import CallKeywords, CallOptions, Group, Shard
+from gradbox_engine.torch_private import hooks_on_gradient, is_traceable_wrapper_subclass, tree_map
 
 CHECKS = frozenset({"coupling", "self"})
 NOTHING = nullcontext()
@@ -74,7 +73,7 @@ class CallableModel:
         # The narrowest dtype of a product.
         self.rounding = AUTOCAST.get(ready.options.precision, torch.float64)
         self.in_float16 = passes_float16(ready.model, ready.options.precision)
-        self.hooked = tuple(name for name, p in parameters.items() if p._backward_hooks)
+        self.hooked = tuple(name for name, p in parameters.items() if hooks_on_gradient(p))
         self._groups, self._calls, self._buffers = ready.calls.groups, ready.calls, ready.buffers
 
     def shard(self, position: Position) -> Shard:

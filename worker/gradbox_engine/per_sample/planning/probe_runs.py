@@ -48,6 +48,7 @@ from gradbox_engine.per_sample.recording.use_log import (
     same_calls,
     unseen_uses,
 )
+from gradbox_engine.torch_private import of_a_transform
 
 SAMPLES = 3
 
@@ -333,7 +334,7 @@ def mixing_layers(uses: ProbeUses) -> Iterator[Mixing]:
 
 def _mixed(a: Tensor, b: Tensor, c: Tensor, uses: ProbeUses) -> bool | None:
     """Return `Mixing.seen` of a tensor of the three runs, None where samples do not meet in it."""
-    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, (a, b, c))):
+    if any(map(of_a_transform, (a, b, c))):
         return False  # of a `torch.func` call that is over: its numbers cannot be read any more
     dim = changed_dim(a.shape, b.shape)
     if dim is not None and dim < 0:  # samples in two dims, as in a matrix that multiplies them

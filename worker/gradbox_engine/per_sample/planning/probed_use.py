@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
 
 from gradbox_engine.errors import CoupledSamples
 from gradbox_engine.model.precision import REPLAY_TOLERANCE
@@ -29,6 +28,7 @@ from gradbox_engine.per_sample.recording.steps import (
 from gradbox_engine.per_sample.recording.use_log import Use, edges_of, same_calls
 from gradbox_engine.per_sample.rules import RULES
 from gradbox_engine.per_sample.rules.rule import Layer, Rule
+from gradbox_engine.torch_private import tree_flatten, tree_map
 
 LOOP = "loop"
 VMAP = "vmap"

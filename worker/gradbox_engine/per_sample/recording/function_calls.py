@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from gradbox_engine.model.kernels import replaced
 from gradbox_engine.per_sample.recording.decompositions import decomposed
+from gradbox_engine.torch_private import function_mode_enabled, replaces_saved_tensors
 from gradbox_factors import Term
 
 Key = str | tuple[int, int]
@@ -92,7 +93,7 @@ def inside_checkpoint() -> bool:
 
     What runs there runs again in the backward pass, outside this mode, so it must not be rewritten.
     """
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return replaces_saved_tensors()
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
@@ -200,6 +201,6 @@ def custom_functions_shown() -> AbstractContextManager[None]:
 @classmethod  # type: ignore[misc]
 def _shown(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     function = Apply(cls)
-    if torch._C._is_torch_function_mode_enabled():
+    if function_mode_enabled():
         return handle_torch_function(function, args, *args, **kwargs)
     return function(*args, **kwargs)

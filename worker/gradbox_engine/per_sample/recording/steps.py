@@ -23,11 +23,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from gradbox_engine.per_sample.recording.batch_axis import BatchAxis
 from gradbox_engine.per_sample.recording.function_calls import Key, StepRecorder, Terms, tensors_of
 from gradbox_engine.per_sample.rules.rule import Layer, Rule, Target
+from gradbox_engine.torch_private import (
+    same_memory,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+    version_of,
+)
 from gradbox_factors import Block
 
 # Functions of which an argument may be replaced by its broadcast copies: those that act entry by
@@ -92,9 +98,7 @@ class DerivedStep(Step):
             if isinstance(part, Tensor) and part.requires_grad:
                 key = (self.number, position)
                 recorder.track(part, key)
-                recorder.derived[key] = (
-                    torch.ops.aten._unsafe_view(part, part.shape) if self.written_later else part
-                )
+                recorder.derived[key] = same_memory(part) if self.written_later else part
         return out
 
 
@@ -130,12 +134,12 @@ class RuleStep(Step):
             self._record(recorder, layer, out)
             # Another node for the same memory, and no view: autograd takes the gradient at an edge
             # before it calls the tensor's hooks, and a change in place of a view replaces its edge.
-            out = torch.ops.aten._unsafe_view(out, out.shape)
+            out = same_memory(out)
         return out
 
     def _record(self, recorder: StepRecorder, layer: Layer, out: Tensor) -> None:
         held = layer.input.detach()
-        version = held._version
+        version = version_of(held)
         dtype = self.targets[self.keys[0][0]].dtype
 
         def terms(g: Tensor) -> Terms:
@@ -149,7 +153,7 @@ class RuleStep(Step):
                 yield self._by_label[term.parameter], term
 
         if self._reads_input:
-            recorder.record(out, terms, lambda: held._version == version)
+            recorder.record(out, terms, lambda: version_of(held) == version)
         else:
             recorder.record(out, terms)
 

@@ -38,6 +38,7 @@ from gradbox_engine.per_sample.recording.index_selections import (
     Selection,
     selection,
 )
+from gradbox_engine.torch_private import base_of, inside_transform
 
 Edge = tuple[Node, int]
 """Where autograd brings a tensor's gradient: a node, and the number of its output."""
@@ -156,7 +157,7 @@ class UseLog(FunctionCalls):
 
     def _hidden_bases(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Return what the tensors are views of and no call returned, as within `F.linear`."""
-        bases = (x._base for x in tensors)
+        bases = map(base_of, tensors)
         return [base for base in bases if base is not None and id(base) not in self.tracked]
 
 
@@ -165,7 +166,7 @@ def edges_of(tensors: Iterable[Tensor]) -> frozenset[Edge]:
 
     None where there is no graph, and none inside a `torch.func` transform, which has its own.
     """
-    if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+    if not torch.is_grad_enabled() or inside_transform():
         return frozenset()
     found = (get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad)
     return frozenset((edge.node, edge.output_nr) for edge in found)

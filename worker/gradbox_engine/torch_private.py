@@ -1,0 +1,243 @@
+"""All names that the engine uses and torch calls private, each with what becomes of us without it.
+
+torch may change them in any version. Each is in 2.11, the oldest that we support and that
+`make test-oldest` runs, and in 2.13, but for those that say otherwise. Where torch gets a public
+name for the same, the private one goes. `tests/house` looks for private names in all other files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors
+from torch.jit._script import OrderedDictWrapper
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+__all__ = [
+    "GROUPED_PRODUCT",
+    "SAVED_INPUTS",
+    "BatchNorm",
+    "OrderedDictWrapper",
+    "TorchDispatchMode",
+    "base_of",
+    "buffers_of",
+    "copy_each",
+    "flattened",
+    "function_mode_enabled",
+    "hooks_after_accumulation",
+    "hooks_on_gradient",
+    "inside_transform",
+    "is_traceable_wrapper_subclass",
+    "looked_up",
+    "num_holders",
+    "of_a_transform",
+    "parameters_of",
+    "replaces_saved_tensors",
+    "same_memory",
+    "scripted_attributes",
+    "set_scripted_attributes",
+    "set_versions",
+    "sparse_parts",
+    "switch_gradients",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_unflatten",
+    "version_of",
+    "without_numbers",
+]
+
+# Version counters: a graph refuses a tensor that was overwritten since it saved it.
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was written to.
+
+    Without it, an overwritten tensor could be told by its numbers alone.
+    """
+    return tensor._version
+
+
+def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
+    """Let graphs that saved tensors find the versions that they saved, once numbers are restored.
+
+    torch's own FSDP uses it for the same purpose. Without it, no graph of a model with buffers that
+    shards change could be kept: all shards would be replayed.
+    """
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
+# Hooks: there is no public way to list or remove those that another registered.
+
+
+def hooks_on_gradient(tensor: Tensor) -> MutableMapping[int, Any] | None:
+    """Return the live dict of `register_hook`, None where there never was one.
+
+    Without it, hooks that a forward pass registers on parameters would pile up unnoticed, and a
+    penalty's gradient would not pass through hooks of the model's own.
+    """
+    return tensor._backward_hooks
+
+
+def hooks_after_accumulation(tensor: Tensor) -> MutableMapping[int, Any] | None:
+    """Return the live dict of `register_post_accumulate_grad_hook`, likewise.
+
+    Without it, every gradient would be summed by a hook, with a copy.
+    """
+    return tensor._post_accumulate_grad_hooks
+
+
+# Modules: the tables themselves, for what is bound to a name is read and put back in place.
+
+
+def buffers_of(module: nn.Module) -> MutableMapping[str, Tensor | None]:
+    """Return the live table of a module's own buffers; `named_buffers` leaves out what is None."""
+    return module._buffers
+
+
+def parameters_of(module: nn.Module) -> Mapping[str, Tensor | None]:
+    """Return the live table of a module's own parameters."""
+    return module._parameters
+
+
+# torch's base class of all batch norms, by which it tells them itself. Without it, those of a class
+# that another library derives from it would be refused over several devices.
+BatchNorm: Final = _BatchNorm
+
+# `OrderedDictWrapper` is the table of a TorchScript module's buffers; it and the two functions that
+# follow go with TorchScript, which is deprecated. Without them, what such a module's calls change
+# would not be put back: it would have to be refused.
+
+
+OF_TORCHSCRIPT: Final = frozenset({"training", "_is_full_backward_hook"})
+
+
+def scripted_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return what a TorchScript module binds names to, buffers too; nothing of any other one."""
+    if not isinstance(module, torch.jit.ScriptModule):
+        return {}
+    names = module._concrete_type.get_attributes().keys() - OF_TORCHSCRIPT
+    return {name: module._c.getattr(name) for name in sorted(names)}
+
+
+def set_scripted_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> None:
+    """Bind names of a TorchScript module to values."""
+    for name, value in attributes.items():
+        module._c.setattr(name, value)  # type: ignore[operator, union-attr]
+
+
+# Tensors.
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """Return what a tensor is a view of, with its graph.
+
+    Without it, parameters of which a model makes views would have rows by a loop.
+    """
+    return tensor._base
+
+
+def sparse_parts(tensor: Tensor) -> list[Tensor]:
+    """Return indices and values of a COO tensor, also of one that is not coalesced.
+
+    The public `indices` and `values` refuse that one.
+    """
+    return [tensor._indices(), tensor._values()]
+
+
+def without_numbers(tensor: Tensor) -> bool:
+    """Return whether forward mode made a tensor that is zero and has no storage.
+
+    Without it, its storage would be asked for, which raises.
+    """
+    return tensor._is_zerotensor()
+
+
+def num_holders(storage: torch.UntypedStorage) -> int | None:
+    """Return how many hold a storage; None where this torch does not say: then all are copied."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return None if count is None else count(storage._cdata)
+
+
+def flattened(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the numbers of dense tensors in one flat tensor, by one kernel; one alone as a view.
+
+    `torch.cat` of flat views does the same, slower.
+    """
+    flat: Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
+    return flat
+
+
+def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors into others, all by one call; `copy_` in a loop does the same, slower."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def same_memory(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same memory that is no view to autograd.
+
+    Without it, rows of a tensor that its model overwrites later would be made by a loop.
+    """
+    found: Tensor = torch.ops.aten._unsafe_view(tensor, tensor.shape)
+    return found
+
+
+# A product of each group's own matrix, as experts use it: an operation without a public name.
+GROUPED_PRODUCT: Final = torch._grouped_mm
+
+# `TorchDispatchMode`, `is_traceable_wrapper_subclass` and the `tree_…` functions stand in modules
+# with private names, and torch's own guides import them from there. Of trees, optree would do.
+
+# Graphs, modes and transforms.
+
+
+def switch_gradients(enabled: bool) -> None:
+    """Switch gradients on or off from here on, as the call does that a traced graph holds.
+
+    Without it, loss functions that switch them would be refused.
+    """
+    torch._C._set_grad_enabled(enabled)
+
+
+def inside_transform() -> bool:
+    """Return whether a `torch.func` transform is running, whose tensors have graphs of their own.
+
+    Without it, models that use `torch.func` would have to be refused for rows and tangents.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def of_a_transform(tensor: Tensor) -> bool:
+    """Return whether a tensor belongs to a transform; of one that is over, it cannot be read."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def function_mode_enabled() -> bool:
+    """Return whether any function mode is; without it, calls of custom Functions stay unseen."""
+    return torch._C._is_torch_function_mode_enabled()
+
+
+def replaces_saved_tensors() -> bool:
+    """Return whether hooks on saved tensors are in force, as in a checkpointed block.
+
+    Without it, rows of checkpointed blocks would be made by a loop.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def looked_up(node: Any) -> tuple[Tensor, int]:
+    """Return the ids and the padding index that an embedding's node has saved.
+
+    Without it, rows of a derived table would be made by a loop.
+    """
+    return node._saved_indices, node._saved_padding_idx
+
+
+# `torch.utils.checkpoint` saves inputs by this Function, in the versions that have it, 2.11 among
+# them. It has no rule for forward mode; without the name, nothing needs to be replaced.
+SAVED_INPUTS: Final = "_NoopSaveInputs"
