@@ -25,7 +25,7 @@ MOST_LOST = 3
 """Devices that one range may lose: what ended these would end the next one, too."""
 
 
-class Losses:
+class LostDevices:
     """How many devices each range has lost."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ def on_some_device(
     part: Range,
     take: Callable[[Range], D],
     call: Callable[[D, Range], Future[T]],
-    losses: Losses,
+    lost: LostDevices,
 ) -> Coroutine[T]:
     """Make a call for a range that needs nothing of any call before it.
 
@@ -68,7 +68,7 @@ def on_some_device(
         try:
             answer: T = yield call(device, part)
         except DeviceLost as error:
-            losses.count(part, error)
+            lost.count(part, error)
         else:
             return answer
 

@@ -18,7 +18,7 @@ from gradbox_engine.model.calling.shard_feed import all_positions
 from gradbox_engine.model.calling.shard_rng import generators_restored
 from gradbox_engine.model.precision import arithmetic
 from gradbox_engine.ranges import norm_statistics
-from gradbox_engine.ranges.coroutines import Coroutine, Losses, on_some_device, run_together
+from gradbox_engine.ranges.coroutines import Coroutine, LostDevices, on_some_device, run_together
 from gradbox_engine.ranges.joining import compare
 from gradbox_engine.ranges.protocol import (
     Devices,
@@ -58,7 +58,7 @@ class SplitJob:
         precision: Precision,
     ) -> None:
         self._parts = parts
-        self._losses = Losses()
+        self._lost = LostDevices()
         self._rerun_difference = [0.0] * len(parts)
         self._devices = devices
         self._groups = groups
@@ -135,7 +135,7 @@ class SplitJob:
                 stop=part.stop,
                 forward_s=self._outputs[part.index].seconds if self._outputs else 0.0,
                 replay_s=done.seconds if (done := self._gradients.get(part.index)) else 0.0,
-                devices_lost=self._losses.of(part),
+                devices_lost=self._lost.of(part),
                 retained=done.retained if done else self._kept[part.index] if self._kept else 0,
                 rerun_difference=self._rerun_difference[part.index],
             )
@@ -143,13 +143,11 @@ class SplitJob:
         )
 
     def _forward(self, part: Range) -> Coroutine[RangeOutputs]:
-        return on_some_device(part, self._take, lambda d, part: d.forward(part), self._losses)
+        return on_some_device(part, self._take, lambda d, part: d.forward(part), self._lost)
 
     def _resume(self, part: Range) -> Coroutine[None]:
         earlier = self._earlier[part.index]
-        return on_some_device(
-            part, self._take, lambda d, part: d.resume(part, earlier), self._losses
-        )
+        return on_some_device(part, self._take, lambda d, part: d.resume(part, earlier), self._lost)
 
     def _take(self, part: Range) -> RangeDevice:
         device = self._device[part.index] = self._devices.take(part)
@@ -170,7 +168,7 @@ class SplitJob:
             try:
                 answer: T = yield call(self._device[part.index])
             except DeviceLost as error:
-                self._losses.count(part, error)
+                self._lost.count(part, error)
                 yield from self._begin_again(part)
             else:
                 return answer
@@ -207,7 +205,7 @@ class SplitJob:
     def _computed_again(self, parts: Sequence[Range], error: DeviceLost) -> Coroutine[PartialSum]:
         """Run both phases of ranges whose sum is lost, and add up in the same tree."""
         if len(parts) == 1:
-            self._losses.count(parts[0], error)
+            self._lost.count(parts[0], error)
             yield from self._begin_again(parts[0])
             gradient = yield from self._replay(parts[0])
             return PartialSum(parts, gradient.sums)

@@ -32,7 +32,7 @@ from gradbox_engine.errors import BadInputs, BadReduction, DeviceLost
 from gradbox_engine.per_sample.reductions import check_names
 from gradbox_engine.per_sample.request import Form, Request, SampleResult
 from gradbox_engine.per_sample.sample_loss import check_given_apart, rows_by_sample
-from gradbox_engine.ranges.coroutines import Coroutine, Losses, on_some_device, run_together
+from gradbox_engine.ranges.coroutines import Coroutine, LostDevices, on_some_device, run_together
 from gradbox_engine.ranges.protocol import NamedSums, Range
 from gradbox_engine.ranges.reduction import added, split_in_tree
 from gradbox_engine.ranges.samples.protocol import (
@@ -116,7 +116,7 @@ class _SplitSamples:
         self._devices, self._parts, self._request = devices, parts, request
         self._loss_inputs, self._has_loss = loss_inputs or {}, loss_inputs is not None
         self._observer, self._start = observer, time.perf_counter()
-        self._losses = Losses()
+        self._lost = LostDevices()
         self._samples = self._count(parts, of_others=False)
         self._against = request.against if isinstance(request.against, Factored) else None
         self._other_values: Tensor | None = None
@@ -153,7 +153,7 @@ class _SplitSamples:
         results = [f.result for f in found]
         whole = joined(self._parts, results, reduce=request.reduce, seconds=0.0)
         if own_gram:
-            grams = GramOfRanges(self._devices, self._parts, tasks, found, self._losses)
+            grams = GramOfRanges(self._devices, self._parts, tasks, found, self._lost)
             gram = grams.whole(trace=request.reduce == "gram_trace")
             whole = replace(whole, arrays={"gram": gram[:, 0, :, 0] if self._has_loss else gram})
         elif pulled_back and self._against is not None:
@@ -188,8 +188,8 @@ class _SplitSamples:
         *,
         tick: Callable[[list[int]], None] = lambda _ended: None,
     ) -> list[T]:
-        take, losses = self._devices.take, self._losses
-        return run_together([on_some_device(p, take, call, losses) for p in parts], tick=tick)
+        take, lost = self._devices.take, self._lost
+        return run_together([on_some_device(p, take, call, lost) for p in parts], tick=tick)
 
     def _vectors(self) -> Any:
         vectors, num_samples = self._request.vectors, sum(self._samples)
@@ -204,7 +204,7 @@ class _SplitSamples:
 
     def _runs(self, results: Sequence[SampleResult]) -> tuple[SampleRun, ...]:
         return tuple(
-            SampleRun(part.start, part.stop, result.samples, result.seconds, self._losses.of(part))
+            SampleRun(part.start, part.stop, result.samples, result.seconds, self._lost.of(part))
             for part, result in zip(self._parts, results, strict=True)
         )
 
@@ -308,7 +308,7 @@ class GramOfRanges:
         parts: Sequence[Range],
         tasks: Sequence[SampleTask],
         found: Sequence[RangeSamples],
-        losses: Losses,
+        lost: LostDevices,
     ) -> None:
         """Take what ranges have made.
 
@@ -317,7 +317,7 @@ class GramOfRanges:
         """
         self._devices, self._parts, self._tasks = devices, parts, tasks
         self._rows: list[Rows | None] = [samples.rows for samples in found]
-        self._losses = losses
+        self._lost = lost
 
     def whole(self, *, trace: bool) -> Tensor:
         """Return J Jᵀ, (B, Y, B, Y), or its trace over outputs, (B, B).
@@ -363,13 +363,13 @@ class GramOfRanges:
         lost = [number for number in concerned if (number, number) not in done] or concerned
         parts = [self._parts[number] for number in lost]
         for part in parts:
-            self._losses.count(part, error)
+            self._lost.count(part, error)
 
         def call(device: SampleDevice, part: Range) -> Future[RangeSamples]:
             return device.run(part, self._tasks[part.index])
 
         found = run_together(
-            [on_some_device(part, self._devices.take, call, self._losses) for part in parts]
+            [on_some_device(part, self._devices.take, call, self._lost) for part in parts]
         )
         for number, samples in zip(lost, found, strict=True):
             self._rows[number] = samples.rows
