@@ -160,6 +160,10 @@ def test_everything_is_reached_by_keyboard(open_page: Open, busy: Staged) -> Non
     page.locator(".columns svg").first.focus()
     page.keyboard.press("ArrowLeft")
     expect(page.locator(".reading").first).to_contain_text(":")
+    page.set_viewport_size({"width": 900, "height": 800})  # draws pictures anew, but for this one
+    page.wait_for_timeout(300)
+    expect(page.locator(".reading").first).to_contain_text(":")
+    expect(page.locator(".columns svg").first).to_be_focused()
 
 
 def test_cancel_is_shown_where_the_pointer_or_the_focus_is(open_page: Open, busy: Staged) -> None:

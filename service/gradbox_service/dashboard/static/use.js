@@ -35,6 +35,11 @@ export function use() {
 
   function draw() {
     if (!found || !element.isConnected) return;
+    if (body.querySelector(".columns svg:focus")) {
+      // Whoever reads a picture by keyboard keeps it, and their place in it, until they leave it.
+      body.addEventListener("focusout", draw, { once: true });
+      return;
+    }
     if (!found.owners.length) {
       body.replaceChildren(h("div", { class: "empty" }, h("p", { text: "Nobody used the box in this time." }), h("p", { text: "Device seconds count from when a worker takes a job to its end, and show up here at once." })));
       return;
