@@ -113,7 +113,7 @@ def received(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 def test_many_short_answers_make_the_same_slices(
     twin: TestBox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, num_bytes in (("FIRST_BYTES", 20), ("GAP_BYTES", 8), ("REQUEST_BYTES", 100)):
+    for name, num_bytes in (("FIRST_BYTES", 20), ("GAP_BYTES", 8), ("REQUEST_BYTES", 1600)):
         monkeypatch.setattr(remote_file, name, num_bytes)
     x = torch.randn(6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     with twin.client() as client:
