@@ -35,7 +35,7 @@ demo: $(STAMP)
 # More processes than CI has cores: most tests wait for a box or a worker. tests/scheduling.py says
 # which tests keep together.
 test: $(STAMP) browser
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=50
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
