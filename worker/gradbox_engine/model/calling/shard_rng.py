@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -111,11 +111,20 @@ class _Generator(NamedTuple):
     seed: Callable[[int], object]
 
 
+_ON_HOST: Final = (
+    _Generator(random.getstate, random.setstate, random.seed),
+    _Generator(
+        torch.default_generator.get_state,
+        torch.default_generator.set_state,
+        torch.default_generator.manual_seed,
+    ),
+)
+
+
 def _generators() -> Iterator[_Generator]:
     """Return all global generators but NumPy's."""
-    yield _Generator(random.getstate, random.setstate, random.seed)
-    cpu, cuda, mps = torch.default_generator, torch.cuda, torch.mps
-    yield _Generator(cpu.get_state, cpu.set_state, cpu.manual_seed)
+    yield from _ON_HOST
+    cuda, mps = torch.cuda, torch.mps
     if cuda.is_initialized():  # type: ignore[no-untyped-call]  # asking would otherwise start it
         yield _Generator(cuda.get_rng_state_all, cuda.set_rng_state_all, cuda.manual_seed_all)
     if torch.backends.mps.is_available():

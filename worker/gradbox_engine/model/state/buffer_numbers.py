@@ -111,6 +111,8 @@ class RegisteredBuffers:
     @torch.no_grad()
     def take(self, previous: BufferNumbers | None) -> BufferNumbers:
         """Return the numbers now, sharing with `previous` what did not change."""
+        if previous is not None and not self._buffers:
+            return previous
         if previous is not None:
             self._changing.update(previous.share())
         apart: dict[int, Tensor] = {}
@@ -140,6 +142,8 @@ class RegisteredBuffers:
     @torch.no_grad()
     def restore(self, numbers: BufferNumbers) -> None:
         """Give every buffer the numbers it had, no graph, and the version that graphs saved."""
+        if not self._buffers:
+            return
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for index, value in numbers.values.items():

@@ -160,10 +160,11 @@ class ModelState:
         self._note(left)
         holders = [e for e in (*changed.values(), *came.values()) if isinstance(e, Entries)]
         copied = _copies(self._new_tensors(holders))
-        holders = [entries for entries in holders if entries.exchange(copied)]
-        others = _copies(copied.values())
-        for entries in holders:
-            entries.restore(others)
+        if copied:
+            holders = [entries for entries in holders if entries.exchange(copied)]
+            others = _copies(copied.values())
+            for entries in holders:
+                entries.restore(others)
         return self._state(changed, came, lacks=bool(left), copied=copied.values())
 
     def _new_tensors(self, holders: Iterable[Entries]) -> list[Tensor]:
@@ -367,6 +368,8 @@ def _inside(places: Iterable[Place], seen: set[int]) -> tuple[dict[int, Mutable]
 
 def _copies(tensors: Collection[Tensor]) -> dict[int, Tensor]:
     """Return leaves of the same numbers by id, which lie in each other's memory as tensors do."""
+    if not tensors:  # as of most shards of most models
+        return {}
     leaves = copies(tensors)
     for tensor in tensors:
         leaves[id(tensor)].requires_grad_(tensor.requires_grad and tensor.is_leaf)
