@@ -133,12 +133,13 @@ class _UnfusedRecurrence(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in RECURRENT:
             return func(*args, **kwargs)
-        with _libraries_off():
+        with libraries_off():
             return func(*args, **kwargs)
 
 
 @contextmanager
-def _libraries_off() -> Iterator[None]:
+def libraries_off() -> Iterator[None]:
+    """Let torch's own kernels run, none of cuDNN and oneDNN."""
     libraries: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.mkldnn)
     before = [library.enabled for library in libraries]
     try:
@@ -175,7 +176,7 @@ class _CallsWithoutLibraries:
 
     def begin(self, *_: Any) -> None:
         self._exits.append(ExitStack())
-        self._exits[-1].enter_context(_libraries_off())
+        self._exits[-1].enter_context(libraries_off())
 
     def end(self, *_: Any) -> None:
         if self._exits:

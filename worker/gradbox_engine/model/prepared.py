@@ -127,8 +127,3 @@ def model_devices(model: nn.Module) -> tuple[torch.device, ...]:
     """
     tensors = chain(model.parameters(), model.buffers())
     return tuple(dict.fromkeys(tensor.device for tensor in tensors)) or (torch.device("cpu"),)
-
-
-def model_device(model: nn.Module) -> torch.device:
-    """Return the first of a model's devices."""
-    return model_devices(model)[0]

@@ -8,14 +8,14 @@ process that other people's jobs share. What cannot be checked at a small cost (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradbox.errors import GraphRefused
+from gradbox_engine.model.kernels import libraries_off
 from gradbox_worker.interpreting.crashing_kernels import as_number, without_crashes
 
 MAX_EXTENT: Final = 2**20  # of a window, its step, its dilation, a padding, an output's side
@@ -87,19 +87,6 @@ def _unfused(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-@contextmanager
-def _libraries_off() -> Iterator[None]:
-    libraries: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.mkldnn)
-    before = [library.enabled for library in libraries]
-    try:
-        for library in libraries:
-            library.enabled = False
-        yield
-    finally:
-        for library, enabled in zip(libraries, before, strict=True):
-            library.enabled = enabled
-
-
 def _windowed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     last = _NUM_WITH_SIZES.get(name)
 
@@ -164,7 +151,7 @@ def _aligned(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
                 raise GraphRefused(f"{name}: a length is below 0 or above {bound}")
         if targets.ndim == 1 and sum(given[1]) != targets.numel():
             raise GraphRefused(f"{name}: the lengths of the targets do not add up to their number")
-        with _libraries_off():
+        with libraries_off():
             return function(log_probs, targets, *given, *rest, **more)
 
     return call
