@@ -183,10 +183,6 @@ def triplets(z: Tensor) -> Tensor:
     )
 
 
-def classified(z: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    return F.linear_cross_entropy(z, weight[:3], labels, label_smoothing=0.1)
-
-
 def pieces(z: Tensor) -> Tensor:
     left, *others = z.chunk(2)
     spread = sum(part.var() * (i + 1) for i, part in enumerate(torch.tensor_split(z, 3, dim=1)))
@@ -267,12 +263,3 @@ CASES = [
     Case("partial", partial_function, {"labels": classes}),
     Case("a torch function", lambda: torch.sum),
 ]
-if hasattr(F, "linear_cross_entropy"):  # new in torch 2.13
-    CASES.append(
-        Case(
-            "a linear layer's cross entropy",
-            lambda: classified,
-            {"weight": sample, "labels": classes},
-            trained=("weight",),
-        )
-    )

@@ -47,7 +47,7 @@ RECORDED: dict[str, Make] = {
     "Softmax2d": lambda: of_shape(2, 2, 2, module=nn.Softmax2d()),
     "Flatten": lambda: of_shape(2, 2, 2, module=nn.Flatten()),
     "dropout in eval mode": lambda: nn.Sequential(
-        nn.Dropout(), nn.AlphaDropout(), nn.FeatureAlphaDropout(), nn.RReLU()
+        nn.Dropout(), nn.AlphaDropout(), nn.FeatureAlphaDropout()
     ).eval(),
     **{
         f"{name} in eval mode": lambda make=make: make().eval()
@@ -66,14 +66,6 @@ RECORDED: dict[str, Make] = {
     "transposed convolution in groups": lambda: of_shape(
         4, 2, 1, module=nn.ConvTranspose2d(4, 6, (3, 2), stride=(2, 1), dilation=2, groups=2)
     ),
-    "transposed convolution to a size": called(
-        "ConvTranspose1d", lambda module, z: module(z.unflatten(1, (2, 4)), (12,)), 2, 3, 2, 3
-    ),
-    "transposed convolution to another's size": called(
-        "ConvTranspose2d",
-        lambda module, z: module(z.reshape(N, 2, 2, 2), output_size=z.reshape(3, 1, 4, 4).size()),
-        *(2, 3, 2, 2),
-    ),
     **on_grids("AvgPool", 2),
     **on_grids("MaxPool", 2),
     **on_grids("AdaptiveAvgPool", 1),
@@ -84,7 +76,6 @@ RECORDED: dict[str, Make] = {
         )
         for d in DIMS
     },
-    **on_grids("CircularPad", 1),
     **on_grids("ConstantPad", 1, 0.5),
     **on_grids("ReflectionPad", 1),
     **on_grids("ReplicationPad", 1),
@@ -104,10 +95,6 @@ RECORDED: dict[str, Make] = {
     "batch norm": lambda: nn.BatchNorm1d(D),
     "batch norm in eval mode": lambda: nn.BatchNorm1d(D).eval(),
     "batch norm without statistics": lambda: nn.BatchNorm1d(D, track_running_stats=False),
-    "batch norm that averages": lambda: nn.BatchNorm1d(D, momentum=None),
-    "batch norm that averages images": lambda: of_shape(
-        2, 2, 2, module=nn.Sequential(*[nn.BatchNorm2d(2, momentum=None)] * 2)
-    ),
     "SyncBatchNorm": lambda: nn.SyncBatchNorm(D),
     "a projector used twice": Twice,
     "LayerNorm": lambda: nn.LayerNorm(D),
@@ -210,11 +197,6 @@ RECORDED: dict[str, Make] = {
         nn.ParameterDict({"a": torch.ones(D)}), lambda m, z: z * m["a"]
     ),
 }
-if hasattr(nn, "LinearCrossEntropyLoss"):  # new in torch 2.13
-    RECORDED["LinearCrossEntropyLoss"] = called(
-        "LinearCrossEntropyLoss", lambda module, z: module(z, LABELS % 5), D, 5, bias=True
-    )
-
 NOT_RECORDED: dict[str, Make] = {
     **{
         name: lambda name=name: Recurrence(getattr(nn, name)(4, 3))  # type: ignore[misc]
@@ -234,7 +216,15 @@ NOT_RECORDED: dict[str, Make] = {
         "AdaptiveLogSoftmaxWithLoss", lambda module, z: module(z, LABELS % 5).loss, D, 9, [2, 4, 6]
     ),
     **{f"MaxUnpool{d}d": unpooled(d) for d in DIMS},
+    **on_grids("FractionalMaxPool", 2, dims=(2, 3), output_size=1),
+    **on_grids("CircularPad", 1),
+    "CrossMapLRN2d": lambda: of_shape(2, 2, 2, module=nn.CrossMapLRN2d(3)),
+    "DataParallel": lambda: nn.DataParallel(nn.Linear(D, 3)),
 }
+if hasattr(nn, "LinearCrossEntropyLoss"):  # new in torch 2.13
+    NOT_RECORDED["LinearCrossEntropyLoss"] = called(
+        "LinearCrossEntropyLoss", lambda module, z: module(z, LABELS % 5), D, 5, bias=True
+    )
 
 # By the name of the class, what makes one, and what the message says to do. docs/graphs.md has the
 # same names.
@@ -243,23 +233,11 @@ REFUSED: dict[str, tuple[Make, str]] = {
     **{
         name: (make, "call .eval() on it")
         for name, make in {
-            **plain("Dropout AlphaDropout FeatureAlphaDropout RReLU"),
+            **plain("Dropout AlphaDropout FeatureAlphaDropout"),
             **on_grids("Dropout"),
         }.items()
     },
-    **{
-        f"FractionalMaxPool{d}d": (make, "use nn.MaxPool2d")
-        for d, make in zip(
-            (2, 3),
-            on_grids("FractionalMaxPool", 2, dims=(2, 3), output_size=1).values(),
-            strict=True,
-        )
-    },
-    "DataParallel": (lambda: nn.DataParallel(nn.Linear(D, 3)), "hold its .module"),
-    "CrossMapLRN2d": (
-        lambda: of_shape(2, 2, 2, module=nn.CrossMapLRN2d(3)),
-        "use nn.LocalResponseNorm",
-    ),
+    "RReLU": (nn.RReLU, "loss_inputs"),
     "LazyLinear": (lambda: nn.LazyLinear(3), "call it once"),
     **{
         name: (make, "call it once")
@@ -269,7 +247,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
     **{
         name: (make, "call it once")
         for kind in ("BatchNorm", "InstanceNorm")
-        for name, make in on_grids(f"Lazy{kind}").items()
+        for name, make in on_grids(f"Lazy{kind}", affine=True).items()
     },
 }
 

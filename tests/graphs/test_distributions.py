@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -19,19 +18,6 @@ Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 K = 5
 
 
-def mixture(z: Tensor, s: Tensor) -> Any:
-    return D.MixtureSameFamily(D.Categorical(logits=z), D.Normal(z * 2, s))
-
-
-def of_vectors(z: Tensor, s: Tensor) -> Any:
-    parts = D.Independent(D.Normal(z[:, None] + s[..., None], torch.ones(())), 1)
-    return D.MixtureSameFamily(D.Categorical(logits=z), parts)
-
-
-def squashed(z: Tensor, s: Tensor) -> Any:
-    return D.TransformedDistribution(D.Normal(z, s), [D.TanhTransform()])
-
-
 # z real, s positive, u in (0, 1), n counts below K; each (N, K).
 LOSSES: dict[str, Loss] = {
     "Normal": lambda z, s, u, n: D.Normal(z, s).log_prob(u).sum(),
@@ -43,17 +29,10 @@ LOSSES: dict[str, Loss] = {
     "Laplace": lambda z, s, u, n: D.Laplace(z, s).log_prob(u).sum(),
     "Cauchy": lambda z, s, u, n: D.Cauchy(z, s).log_prob(u).sum(),
     "StudentT": lambda z, s, u, n: D.StudentT(2.7, z, s).log_prob(u).sum(),
-    "Gumbel": lambda z, s, u, n: D.Gumbel(z, s).log_prob(u).sum(),
     "Uniform": lambda z, s, u, n: D.Uniform(z, z + s).log_prob(z + s * u).sum(),
     "VonMises": lambda z, s, u, n: D.VonMises(z, s).log_prob(u).sum(),
-    "HalfNormal": lambda z, s, u, n: D.HalfNormal(s).log_prob(u).sum(),
-    "LogNormal": lambda z, s, u, n: D.LogNormal(z, s).log_prob(u).sum(),
-    "tanh of Normal": lambda z, s, u, n: squashed(z, s).log_prob(u * 0.9).sum(),
     "Exponential": lambda z, s, u, n: D.Exponential(s).log_prob(u).sum(),
-    "Gamma": lambda z, s, u, n: D.Gamma(s, s + 1).log_prob(u).sum(),
     "Beta": lambda z, s, u, n: D.Beta(s, s + 1).log_prob(u).sum(),
-    "Kumaraswamy": lambda z, s, u, n: D.Kumaraswamy(s, s + 1).log_prob(u).sum(),
-    "Weibull": lambda z, s, u, n: D.Weibull(s, s + 1).log_prob(u).sum(),
     "Dirichlet": lambda z, s, u, n: D.Dirichlet(s).log_prob(u / u.sum(-1, keepdim=True)).sum(),
     "Bernoulli": lambda z, s, u, n: D.Bernoulli(logits=z).log_prob((u > 0.5).double()).sum(),
     "ContinuousBernoulli": lambda z, s, u, n: D.ContinuousBernoulli(logits=z).log_prob(u).sum(),
@@ -68,8 +47,6 @@ LOSSES: dict[str, Loss] = {
     "OneHotCategorical": lambda z, s, u, n: (
         D.OneHotCategorical(logits=z).log_prob(F.one_hot(n[:, 0].long(), K).double()).sum()
     ),
-    "a mixture": lambda z, s, u, n: mixture(z, s).log_prob(u[:, 0]).sum(),
-    "a mixture of vectors": lambda z, s, u, n: of_vectors(z, s).log_prob(u).sum(),
     "KL of Normal": lambda z, s, u, n: D.kl_divergence(D.Normal(z, s), D.Normal(0.0, 1.0)).sum(),
     "KL of Independent": lambda z, s, u, n: (
         D.kl_divergence(
@@ -124,9 +101,6 @@ OUTSIDE: dict[str, Loss] = {
     "one column for all": lambda z, s, u, n: (
         D.Dirichlet(s).log_prob(torch.ones_like(u[:, :1])).sum()
     ),
-    "one component too few": lambda z, s, u, n: (
-        D.MixtureSameFamily(D.Categorical(logits=z[:, 1:]), D.Normal(z, s)).log_prob(u[:, 0]).sum()
-    ),
 }
 
 
@@ -147,15 +121,13 @@ def covariant(z: Tensor, s: Tensor, u: Tensor, n: Tensor) -> Tensor:
     return D.MultivariateNormal(z, torch.eye(K, dtype=torch.float64)).log_prob(u).sum()
 
 
-def simplex(z: Tensor, s: Tensor, u: Tensor, n: Tensor) -> Tensor:
-    base, transform = D.Normal(z, s), D.StickBreakingTransform()
-    return D.TransformedDistribution(base, [transform]).log_prob(u).sum()
-
-
 REFUSED: dict[str, tuple[Loss, str]] = {
     "a sample": (lambda z, s, u, n: D.Normal(z, s).rsample().sum(), "loss_inputs"),
-    "a covariance": (covariant, "torch.linalg.cholesky"),
-    "entries transformed together": (simplex, "write its density"),
+    "a covariance": (covariant, r"client.model\("),
+    "entries transformed": (
+        lambda z, s, u, n: D.LogNormal(z, s).log_prob(u).sum(),
+        r"client.model\(",
+    ),
 }
 
 

@@ -7,149 +7,72 @@ model's example job, `problem` how errors travel, `receipt` what a result file s
 making. docs/wire.md states the same in prose.
 """
 
-from gradbox.protocol.box import (
-    BoxChange,
-    BoxJob,
-    BoxModel,
-    BoxView,
-    CallerView,
-    DeviceMemory,
-    DeviceView,
-    ModelBuild,
-    OperationMode,
-    OperationOrder,
-    OperationView,
-    OwnerUsage,
-    Period,
-    UsageView,
-)
-from gradbox.protocol.example import ExampleInput, ExampleView
-from gradbox.protocol.options import (
-    GradientOptions,
-    JobOptions,
-    ModelKeywords,
-    RunOptions,
-    option_names,
-    options_of,
-)
-from gradbox.protocol.per_sample import JacobianSpec, PerSampleGradientSpec, SampleSpec
-from gradbox.protocol.problem import Problem
-from gradbox.protocol.receipt import RangeView, Receipt, Seconds
-from gradbox.protocol.spec import (
-    JOB_SPEC,
-    CotangentGradientSpec,
-    ForwardSpec,
-    GradientSpec,
-    JobSpec,
-    MixedGradientSpec,
-    parse_posted,
-    parse_spec,
-    spec_digest,
-)
-from gradbox.protocol.spec_fields import (
-    PROTOCOL,
-    BuiltinLoss,
-    CotangentsLoss,
-    DifferentiatedSpec,
-    Digest,
-    GraphLoss,
-    InputGroup,
-    LossSpec,
-    PenaltySpec,
-    ShardRef,
-    SharedSpec,
-    TensorRef,
-    TracedFunction,
-)
-from gradbox.protocol.views import (
-    JOB_AND_RESULT,
-    BlobList,
-    BlobView,
-    JobList,
-    JobState,
-    JobView,
-    LossList,
-    LossOption,
-    LossTensor,
-    LossView,
-    MethodView,
-    ModelList,
-    ModelView,
-    ParameterView,
-    ProgressView,
-    ResultView,
-    joined_with_result,
-    split_result,
-)
-
-__all__ = [
-    "JOB_AND_RESULT",
-    "JOB_SPEC",
-    "PROTOCOL",
-    "BlobList",
-    "BlobView",
-    "BoxChange",
-    "BoxJob",
-    "BoxModel",
-    "BoxView",
-    "BuiltinLoss",
-    "CallerView",
-    "CotangentGradientSpec",
-    "CotangentsLoss",
-    "DeviceMemory",
-    "DeviceView",
-    "DifferentiatedSpec",
-    "Digest",
-    "ExampleInput",
-    "ExampleView",
-    "ForwardSpec",
-    "GradientOptions",
-    "GradientSpec",
-    "GraphLoss",
-    "InputGroup",
-    "JacobianSpec",
-    "JobList",
-    "JobOptions",
-    "JobSpec",
-    "JobState",
-    "JobView",
-    "LossList",
-    "LossOption",
-    "LossSpec",
-    "LossTensor",
-    "LossView",
-    "MethodView",
-    "MixedGradientSpec",
-    "ModelBuild",
-    "ModelKeywords",
-    "ModelList",
-    "ModelView",
-    "OperationMode",
-    "OperationOrder",
-    "OperationView",
-    "OwnerUsage",
-    "ParameterView",
-    "PenaltySpec",
-    "PerSampleGradientSpec",
-    "Period",
-    "Problem",
-    "ProgressView",
-    "RangeView",
-    "Receipt",
-    "ResultView",
-    "RunOptions",
-    "SampleSpec",
-    "Seconds",
-    "ShardRef",
-    "SharedSpec",
-    "TensorRef",
-    "TracedFunction",
-    "UsageView",
-    "joined_with_result",
-    "option_names",
-    "options_of",
-    "parse_posted",
-    "parse_spec",
-    "spec_digest",
-    "split_result",
-]
+from gradbox.protocol.box import BoxChange as BoxChange
+from gradbox.protocol.box import BoxJob as BoxJob
+from gradbox.protocol.box import BoxModel as BoxModel
+from gradbox.protocol.box import BoxView as BoxView
+from gradbox.protocol.box import CallerView as CallerView
+from gradbox.protocol.box import DeviceMemory as DeviceMemory
+from gradbox.protocol.box import DeviceView as DeviceView
+from gradbox.protocol.box import ModelBuild as ModelBuild
+from gradbox.protocol.box import OperationMode as OperationMode
+from gradbox.protocol.box import OperationOrder as OperationOrder
+from gradbox.protocol.box import OperationView as OperationView
+from gradbox.protocol.box import OwnerUsage as OwnerUsage
+from gradbox.protocol.box import Period as Period
+from gradbox.protocol.box import UsageView as UsageView
+from gradbox.protocol.example import ExampleInput as ExampleInput
+from gradbox.protocol.example import ExampleView as ExampleView
+from gradbox.protocol.options import GradientOptions as GradientOptions
+from gradbox.protocol.options import JobOptions as JobOptions
+from gradbox.protocol.options import ModelKeywords as ModelKeywords
+from gradbox.protocol.options import RunOptions as RunOptions
+from gradbox.protocol.options import option_names as option_names
+from gradbox.protocol.options import options_of as options_of
+from gradbox.protocol.per_sample import JacobianSpec as JacobianSpec
+from gradbox.protocol.per_sample import PerSampleGradientSpec as PerSampleGradientSpec
+from gradbox.protocol.per_sample import SampleSpec as SampleSpec
+from gradbox.protocol.problem import Problem as Problem
+from gradbox.protocol.receipt import RangeView as RangeView
+from gradbox.protocol.receipt import Receipt as Receipt
+from gradbox.protocol.receipt import Seconds as Seconds
+from gradbox.protocol.spec import JOB_SPEC as JOB_SPEC
+from gradbox.protocol.spec import CotangentGradientSpec as CotangentGradientSpec
+from gradbox.protocol.spec import ForwardSpec as ForwardSpec
+from gradbox.protocol.spec import GradientSpec as GradientSpec
+from gradbox.protocol.spec import JobSpec as JobSpec
+from gradbox.protocol.spec import MixedGradientSpec as MixedGradientSpec
+from gradbox.protocol.spec import parse_posted as parse_posted
+from gradbox.protocol.spec import parse_spec as parse_spec
+from gradbox.protocol.spec import spec_digest as spec_digest
+from gradbox.protocol.spec_fields import PROTOCOL as PROTOCOL
+from gradbox.protocol.spec_fields import BuiltinLoss as BuiltinLoss
+from gradbox.protocol.spec_fields import CotangentsLoss as CotangentsLoss
+from gradbox.protocol.spec_fields import DifferentiatedSpec as DifferentiatedSpec
+from gradbox.protocol.spec_fields import Digest as Digest
+from gradbox.protocol.spec_fields import GraphLoss as GraphLoss
+from gradbox.protocol.spec_fields import InputGroup as InputGroup
+from gradbox.protocol.spec_fields import LossSpec as LossSpec
+from gradbox.protocol.spec_fields import PenaltySpec as PenaltySpec
+from gradbox.protocol.spec_fields import ShardRef as ShardRef
+from gradbox.protocol.spec_fields import SharedSpec as SharedSpec
+from gradbox.protocol.spec_fields import TensorRef as TensorRef
+from gradbox.protocol.spec_fields import TracedFunction as TracedFunction
+from gradbox.protocol.views import JOB_AND_RESULT as JOB_AND_RESULT
+from gradbox.protocol.views import BlobList as BlobList
+from gradbox.protocol.views import BlobView as BlobView
+from gradbox.protocol.views import JobList as JobList
+from gradbox.protocol.views import JobState as JobState
+from gradbox.protocol.views import JobView as JobView
+from gradbox.protocol.views import LossList as LossList
+from gradbox.protocol.views import LossOption as LossOption
+from gradbox.protocol.views import LossTensor as LossTensor
+from gradbox.protocol.views import LossView as LossView
+from gradbox.protocol.views import MethodView as MethodView
+from gradbox.protocol.views import ModelList as ModelList
+from gradbox.protocol.views import ModelView as ModelView
+from gradbox.protocol.views import ParameterView as ParameterView
+from gradbox.protocol.views import ProgressView as ProgressView
+from gradbox.protocol.views import ResultView as ResultView
+from gradbox.protocol.views import joined_with_result as joined_with_result
+from gradbox.protocol.views import split_result as split_result

@@ -31,7 +31,7 @@ from gradbox.tracing.recording import Recording
 from gradbox.tracing.refusals import COMPILED, CUSTOM, instead_of
 from gradbox.tracing.source_location import is_user_code, untraceable
 from gradbox.tracing.symbols import length_of, passing_truth
-from gradbox.tracing.torch_modules.table import recorded_modules
+from gradbox.tracing.torch_modules import recorded_modules
 
 
 @contextmanager

@@ -27,7 +27,6 @@ from gradbox.tracing.calls import (
 from gradbox.tracing.refusals import HOOKED, KEPT, ON_YOUR_SIDE, foreign, instead_of
 from gradbox.tracing.source_location import untraceable
 from gradbox.tracing.symbols import VIEWS, Symbol
-from gradbox.tracing.torch_modules.formulas import FORMULAS
 from gradbox.tracing.writes import writes
 
 
@@ -201,11 +200,16 @@ _MAKES: Final = frozenset("as_tensor asarray from_numpy tensor".split())
 
 
 class Recorder(TorchFunctionMode):
-    """While it is active every call into torch becomes a node."""
+    """While it is active every call into torch becomes a node.
 
-    def __init__(self, recording: Recording) -> None:
+    Args:
+        formulas: by function, what records a call of it instead.
+    """
+
+    def __init__(self, recording: Recording, formulas: Mapping[Any, Any]) -> None:
         super().__init__()
         self._recording = recording
+        self._formulas = formulas
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -218,9 +222,9 @@ class Recorder(TorchFunctionMode):
             return self._property(func, name, args)
         if drops_nothing(func, args, kwargs):
             return args[0] if args else kwargs["input"]
-        if func in FORMULAS:
+        if func in self._formulas:
             with self:
-                return FORMULAS[func](*args, **kwargs)
+                return self._formulas[func](*args, **kwargs)
         if not _has_symbol((args, kwargs)):
             if name in _METADATA:
                 return func(*args, **kwargs)

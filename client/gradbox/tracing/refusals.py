@@ -48,6 +48,7 @@ _RANDOM = (
     "a loss must be a function of its arguments: draw the numbers outside and pass them in "
     "loss_inputs"
 )
+_DROPOUT = f"call .eval() on it; {_RANDOM}"
 _GRADIENT = (
     "a loss is differentiated by the box; write the formula of the derivative instead, "
     f"{ON_YOUR_SIDE}"
@@ -65,6 +66,9 @@ KEPT: Final = (
 _ORIGINAL = "use the function or module that it was made from"
 COMPILED: Final = ("what torch.compile made cannot be traced", _ORIGINAL)
 SCRIPTED: Final = ("what torch.jit made cannot be traced", _ORIGINAL)
+LAZY: Final = (
+    "nn.{} has no parameters yet; call it once on a tensor as it will get, before it is traced"
+)
 TRANSFORMED: Final = (
     "torch.func and torch.vmap transform a function of tensors with values",
     f"write it with batched operations; {ON_YOUR_SIDE}",
@@ -91,11 +95,17 @@ INSTEAD: Final[dict[str, str]] = {
         """
         rand rand_like randn randn_like randint randint_like randperm bernoulli bernoulli_
         multinomial normal normal_ uniform_ random_ exponential_ cauchy_ geometric_ log_normal_
-        poisson dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout feature_dropout
-        feature_alpha_dropout gumbel_softmax rrelu manual_seed kaiming_uniform_ xavier_uniform_
-        trunc_normal_ kaiming_normal_ xavier_normal_
+        poisson gumbel_softmax rrelu manual_seed kaiming_uniform_ xavier_uniform_ trunc_normal_
+        kaiming_normal_ xavier_normal_
         """.split(),
         _RANDOM,
+    ),
+    **dict.fromkeys(
+        """
+        dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout feature_dropout
+        feature_alpha_dropout
+        """.split(),
+        _DROPOUT,
     ),
     **dict.fromkeys("grad backward requires_grad_ retain_grad register_hook".split(), _GRADIENT),
     **dict.fromkeys("data __set__ detach_".split(), _DETACH),
@@ -108,6 +118,7 @@ INSTEAD: Final[dict[str, str]] = {
     **dict.fromkeys("linalg_lu_solve linalg_ldl_solve".split(), _SOLVE),
     **dict.fromkeys("cholesky eig lstsq qr solve svd symeig triangular_solve".split(), _LINALG),
     **dict.fromkeys("gru lstm rnn_relu rnn_tanh gru_cell lstm_cell".split(), RUN_IT_HERE),
+    "linear_cross_entropy": f"use F.cross_entropy(F.linear(input, weight), target); {ON_YOUR_SIDE}",
     "pad_sequence": "pad each piece by torch.nn.functional.pad, and stack them",
     "type": _DTYPE,
 }
@@ -116,10 +127,7 @@ _GIVE = (
     "its gradient would be lost: pass it in loss_inputs, or make the loss an nn.Module that holds "
     "it as a parameter or submodule, or detach it"
 )
-GENERAL: Final = (
-    "write it with the functions that docs/graphs.md lists, or ask for this one to be added to "
-    "gradbox.graphs.allow_list"
-)
+GENERAL: Final = f"write it with the functions that docs/graphs.md lists; {ON_YOUR_SIDE}"
 
 
 def instead_of(name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -14,7 +15,8 @@ from gradbox.errors import UntraceableLoss, is_library
 _OURS = f"{Path(__file__).parents[1]}/"  # the client, whose losses are no user's code either
 _TORCH = f"{Path(torch.__file__).parent}/"
 
-_Line = tuple[str, int]
+_Call = tuple[FrameType, int]
+"""A frame, and the line of it that runs."""
 
 
 def untraceable(what: str, instead: str) -> UntraceableLoss:
@@ -29,21 +31,21 @@ def untraceable(what: str, instead: str) -> UntraceableLoss:
 
 def current_line() -> str:
     """Describe the line of user code that is running; empty when there is none."""
-    lines: list[_Line] = []
+    calls: list[_Call] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        lines.append((frame.f_code.co_filename, frame.f_lineno))
+        calls.append((frame, frame.f_lineno))
         frame = frame.f_back
-    return _describe(lines)
+    return _describe(calls)
 
 
 def raised_line(traceback: TracebackType | None) -> str:
     """Describe the line of user code that raised; empty when there is none."""
-    lines: list[_Line] = []
+    calls: list[_Call] = []
     while traceback is not None:
-        lines.insert(0, (traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
+        calls.insert(0, (traceback.tb_frame, traceback.tb_lineno))
         traceback = traceback.tb_next
-    return _describe(lines)
+    return _describe(calls)
 
 
 def brief_location(frame: FrameType) -> str:
@@ -58,18 +60,30 @@ def is_user_code(filename: str) -> bool:
     return not filename.startswith((_OURS, _TORCH, "<frozen"))
 
 
-def _describe(lines: list[_Line]) -> str:
+def _describe(calls: list[_Call]) -> str:
     """Describe the innermost line of the user's own, and where in a library it led to.
 
     Args:
-        lines: file and number, from the innermost on.
+        calls: from the innermost on.
     """
+    lines = [(frame.f_code.co_filename, line) for frame, line in calls]
     lines = [line for line in lines if is_user_code(line[0])]
     if not lines:
         return ""
     own = next((line for line in lines if not is_library(line[0])), lines[0])
     source = linecache.getline(*own).strip()
     found = f"{own[0]}:{own[1]}: {f'`{source}`: ' if source else ''}"
-    if own is lines[0]:
-        return found
-    return f"{found}in {'/'.join(Path(lines[0][0]).parts[-2:])}:{lines[0][1]}: "
+    if own is not lines[0]:
+        found += f"in {'/'.join(Path(lines[0][0]).parts[-2:])}:{lines[0][1]}: "
+    return found + _module_of_torch(frame for frame, _ in calls)
+
+
+def _module_of_torch(frames: Iterable[FrameType]) -> str:
+    """Name the innermost module of torch's own that the user's line led to, if it led to one."""
+    for frame in frames:
+        if is_user_code(frame.f_code.co_filename):
+            return ""
+        kind = type(frame.f_locals.get("self"))
+        if issubclass(kind, torch.nn.Module) and kind.__module__.startswith("torch.nn."):
+            return f"nn.{kind.__name__}: "
+    return ""

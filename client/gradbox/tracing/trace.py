@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import torch
 from torch.fx import Graph as FxGraph
+from torch.nn.parameter import is_lazy
 
 from gradbox.errors import InvalidInputs, UntraceableLoss
 from gradbox.graphs.call_signature import bound_names
@@ -34,8 +35,9 @@ from gradbox.tracing.module_state import (
     write_replaced_buffers,
 )
 from gradbox.tracing.recording import Recorder, Recording
-from gradbox.tracing.refusals import NO_NUMBER, SCRIPTED, TRANSFORMED
+from gradbox.tracing.refusals import LAZY, NO_NUMBER, SCRIPTED, TRANSFORMED
 from gradbox.tracing.source_location import raised_line
+from gradbox.tracing.torch_modules import FORMULAS
 from gradbox.tracing.writes import check_shared_memory
 
 # What a user's function raises when it meets a symbol, or when it is wrong by itself. An exception
@@ -102,6 +104,9 @@ def trace(
     scripted = (torch.jit.ScriptFunction, torch.jit.ScriptModule)
     if any(isinstance(part, scripted) for part in (function, *submodules(function))):
         raise UntraceableLoss("; ".join(SCRIPTED))
+    for module in submodules(function):
+        if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
+            raise UntraceableLoss(LAZY.format(type(module).__name__))
     options = dict(options or {})
     keywords = tuple(arguments or ())
     names = bound_names(function, positional, keywords, tuple(options))
@@ -111,7 +116,7 @@ def trace(
     )
     symbols = [recording.argument(name) for name in (*names, *keywords)]
     given = dict(zip(keywords, symbols[len(names) :], strict=True))
-    with intercepting(function, recording), Recorder(recording):
+    with intercepting(function, recording), Recorder(recording, FORMULAS):
         result = _call(function, symbols[: len(names)], {**given, **options})
         write_replaced_buffers(recording, held, buffers(function))
     for error in recording.refused:  # caught by the function, which went on without the value
@@ -142,7 +147,7 @@ def _explain(error: Exception) -> str:
         return "; ".join(SCRIPTED)
     if any("/_functorch/" in frame.filename for frame in extract_tb(error.__traceback__)):
         return "; ".join(TRANSFORMED)
-    if "Symbol" in str(error):
+    if "Symbol" in str(error) or "Proxy(" in str(error):
         return f"a Python number or a tensor with values is needed here ({said}); {NO_NUMBER}"
     return f"the function raised {said}; correct it, or write this step with torch functions"
 

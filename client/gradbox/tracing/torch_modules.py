@@ -1,11 +1,14 @@
 """What is recorded of torch's own modules in place of what they do, by kind.
 
+Most modules are traced through as they are. Those in `_INSTEAD` ask for a rank, which a symbol has
+not, or call what no graph holds. While a function is traced, the methods named there are replaced
+for the thread that traces it; for every other thread they are as before. A module that is not here
+and asks for what a symbol cannot answer is refused where it asks.
+
 Assertions. A module asks for a rank to check its argument; the box checks it instead (`of_rank`).
 
-Normalisation. `nn.BatchNorm1d` asks for a rank only to check it. With `momentum=None` it divides by
-a count that is a symbol, so its running statistics are recorded as the formula that they are.
-`nn.SyncBatchNorm` is recorded as batch norm over Z, which is whole on the box. `nn.InstanceNorm1d`
-is recorded as it is for a batch, and asserts that there is one.
+Normalisation. `nn.SyncBatchNorm` is recorded as batch norm over Z, which is whole on the box.
+`nn.InstanceNorm1d` is recorded as it is for a batch, and asserts that there is one.
 
 Weights that are computed from others in every call. Spectral norm in train mode runs a power
 iteration under `torch.no_grad()` and writes it into the buffers u and v. Recorded, it is the same
@@ -18,22 +21,30 @@ Attention. `nn.MultiheadAttention` asks whether there is a batch dimension; the 
 asks again, so that call is recorded whole. What is recorded of `nn.TransformerEncoderLayer` is what
 it computes with gradients: its fused inference kernels are not.
 
-Convolution: the size that a transposed one is asked for, which it compares with its argument's.
+Losses that take a function.
 
-Losses that take a function, or have another way to their value.
+Distributions. A density, an entropy or a divergence is traced through as it stands, and what torch
+validates is asserted on the box.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributions import Categorical, Distribution
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.parametrizations import _SpectralNorm, _WeightNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+from torch.utils.hooks import BackwardHook
 
-from gradbox.tracing.refusals import instead_of
+from gradbox.tracing.current import TRACED
+from gradbox.tracing.refusals import HOOKED, instead_of
 from gradbox.tracing.source_location import untraceable
 
 
@@ -53,25 +64,6 @@ def of_rank(*ranks: int) -> Callable[..., None]:
 def record_assertion(holds: Any, message: str) -> None:
     """Record an assertion."""
     torch._assert(holds, message)  # type: ignore[no-untyped-call]
-
-
-_OWN_BATCH_NORM: Final = _BatchNorm.forward
-
-
-def batch_norm(module: Any, input: Any) -> Any:
-    """Record a batch norm of any number of dimensions."""
-    averages = module.training and module.track_running_stats and module.momentum is None
-    if not averages:
-        return _OWN_BATCH_NORM(module, input)
-    module._check_input_dim(input)
-    module.num_batches_tracked.add_(1)
-    channels = input.detach().movedim(1, 0).flatten(1)
-    for running, of_batch in (
-        (module.running_mean, channels.mean(1)),
-        (module.running_var, channels.var(1)),
-    ):
-        running.add_((of_batch - running) / module.num_batches_tracked)
-    return F.batch_norm(input, None, None, module.weight, module.bias, True, 0.0, module.eps)
 
 
 def instance_norm(module: Any, input: Any) -> Any:
@@ -208,72 +200,6 @@ def encoder(
     return src if encoder.norm is None else encoder.norm(src)
 
 
-def output_padding(
-    module: Any,
-    input: Any,
-    output_size: Any,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    kernel_size: Sequence[int],
-    num_spatial_dims: int,
-    dilation: Sequence[int],
-) -> list[Any]:
-    """Record how much longer than its smallest the output is made along each dimension.
-
-    With `output_size` it is between 0 and the stride: from the smallest size s (n - 1) + d (k - 1)
-    + 1 - 2 p on, n being the argument's size, k the kernel's, s stride, d dilation, p padding.
-    """
-    if output_size is None:
-        return list(module.output_padding)
-    found = []
-    for d in range(num_spatial_dims):
-        last = d - num_spatial_dims
-        reach = dilation[d] * (kernel_size[d] - 1) + 1
-        smallest = (input.size(last) - 1) * stride[d] + reach - 2 * padding[d]
-        more = output_size[last] - smallest
-        message = f"{type(module).__name__}: expected an output_size within one stride of its size"
-        record_assertion((more >= 0) & (more < stride[d]), message)
-        found.append(more)
-    return found
-
-
-def linear_cross_entropy(module: nn.LinearCrossEntropyLoss, input: Any, target: Any) -> Any:
-    """Record the cross entropy of a linear layer; `options` save memory and change no value."""
-    logits = module.linear(input)
-    if module.out_features:
-        logits = logits.unflatten(-1, (module.num_classes, *module.out_features))
-    return _cross_entropy(
-        logits,
-        target,
-        weight=module.weight,
-        ignore_index=module.ignore_index,
-        reduction=module.reduction,
-        label_smoothing=module.label_smoothing,
-    )
-
-
-def cross_entropy_of_linear(
-    input: Any,
-    linear_weight: Any,
-    target: Any,
-    *,
-    linear_bias: Any = None,
-    options: Any = None,
-    **more: Any,
-) -> Any:
-    """Record `linear_cross_entropy` for a weight of two dimensions."""
-    two = linear_weight.dim() == 2
-    record_assertion(two, "linear_cross_entropy: expected a linear_weight of two dimensions")
-    return _cross_entropy(F.linear(input, linear_weight, linear_bias), target, **more)
-
-
-def _cross_entropy(
-    logits: Any, target: Any, *, ignore_index: int | None = None, **more: Any
-) -> Any:
-    ignored = -100 if ignore_index is None else ignore_index
-    return F.cross_entropy(logits, target, ignore_index=ignored, **more)
-
-
 def triplet_with_distance(
     module: nn.TripletMarginWithDistanceLoss, anchor: Any, positive: Any, negative: Any
 ) -> Any:
@@ -317,5 +243,95 @@ FORMULAS: Final[dict[Callable[..., Any], Callable[..., Any]]] = {
     F.triplet_margin_with_distance_loss: triplet,
     torch._is_all_true: torch.all,
 }
-if hasattr(F, "linear_cross_entropy"):  # torch 2.12 and older have none
-    FORMULAS[F.linear_cross_entropy] = cross_entropy_of_linear
+
+
+def validate_sample(distribution: Distribution, value: Any) -> None:
+    """Record that a value has the distribution's event shape and lies within its support."""
+    try:
+        support: Any = distribution.support
+    except NotImplementedError:  # as torch does, but for its warning
+        return
+    name, event_shape = type(distribution).__name__, distribution.event_shape
+    begin = len(value.size()) - len(event_shape)
+    record_assertion(value.size()[begin:] == event_shape, f"{name}: expected another event shape")
+    record_assertion(torch.all(support.check(value)), f"{name}: a value is outside its support")
+
+
+def categorical(
+    distribution: Any, probs: Any = None, logits: Any = None, validate_args: bool | None = None
+) -> None:
+    """Make a categorical distribution."""
+    if (probs is None) == (logits is None):
+        raise ValueError("Categorical: expected either probs or logits")
+    if probs is not None:
+        distribution.probs = distribution._param = probs / probs.sum(-1, keepdim=True)
+    else:
+        distribution.logits = distribution._param = logits - logits.logsumexp(-1, keepdim=True)
+    sizes = distribution._param.size()
+    distribution._num_events = sizes[-1]
+    Distribution.__init__(distribution, sizes[:-1], validate_args=validate_args)
+
+
+def sample(distribution: Distribution, sample_shape: Any) -> NoReturn:
+    """Refuse a draw from a distribution."""
+    raise untraceable(f"{type(distribution).__name__} draws a sample", instead_of("rand"))
+
+
+_OWN_AUTOCAST: Final = torch.autocast.__init__
+
+
+def autocast(context: Any, device_type: Any, *args: Any, **kwargs: Any) -> None:
+    """Begin an autocast: refused in a readout, which runs in the model's own."""
+    if TRACED.recording and TRACED.recording.structured:
+        raise untraceable(
+            "a readout switches autocast", "leave it out; precision= says how both are computed"
+        )
+    _OWN_AUTOCAST(context, device_type, *args, **kwargs)
+
+
+def backward_hook(hook: BackwardHook, args: Any) -> NoReturn:
+    """Refuse a module that changes gradients on their way back, which no graph shows."""
+    raise untraceable(f"nn.{type(hook.module).__name__} has a backward hook", HOOKED)
+
+
+def softmax_2d(module: nn.Softmax2d, input: Any) -> Any:
+    """Record a softmax over channels."""
+    of_rank(3, 4)(module, input)
+    return F.softmax(input, -3)
+
+
+# By class and method, what records the call.
+_INSTEAD: Final[dict[tuple[type, str], Callable[..., Any]]] = {
+    (nn.BatchNorm1d, "_check_input_dim"): of_rank(2, 3),
+    (nn.SyncBatchNorm, "forward"): _BatchNorm.forward,
+    (_InstanceNorm, "forward"): instance_norm,
+    (_SpectralNorm, "_power_method"): power_method,
+    (SpectralNorm, "compute_weight"): spectral_norm,
+    (_WeightNorm, "forward"): weight_norm,
+    (WeightNorm, "compute_weight"): weight_norm_of_hook,
+    (nn.Softmax2d, "forward"): softmax_2d,
+    (nn.MultiheadAttention, "forward"): attention,
+    (nn.TransformerEncoderLayer, "forward"): encoder_layer,
+    (nn.TransformerEncoder, "forward"): encoder,
+    (nn.TripletMarginWithDistanceLoss, "forward"): triplet_with_distance,
+    (BackwardHook, "setup_input_hook"): backward_hook,
+    (torch.autocast, "__init__"): autocast,
+    (Distribution, "_validate_sample"): validate_sample,
+    (Distribution, "_extended_shape"): sample,
+    (Categorical, "__init__"): categorical,
+}
+
+
+def recorded_modules() -> dict[tuple[type, str], Any]:
+    """Return, by class and name, the methods by which a thread that traces records modules."""
+    return {
+        (kind, name): _while_tracing(getattr(kind, name), recorded)
+        for (kind, name), recorded in _INSTEAD.items()
+    }
+
+
+def _while_tracing(original: Callable[..., Any], recorded: Callable[..., Any]) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (recorded if TRACED.recording else original)(*args, **kwargs)
+
+    return call
