@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import sys
@@ -28,7 +27,7 @@ from gradbox.results.result import GradResult
 from gradbox.results.result_files import HeldFile
 from gradbox.spans import CLIENT
 from gradbox.tensors.checksums import is_whole
-from gradbox.waits import JobWaits
+from gradbox.waits import JobWaits, in_thread
 from gradbox.written_files import beside
 
 # For how long one answer waits for the end of a job; after it the events are followed.
@@ -181,6 +180,15 @@ class Job:
         self._wait(timeout, progress=progress, accept=ACCEPT)
         return self._fetched(progress=progress)
 
+    async def _awaited(self, *, progress: bool | None = None) -> GradResult:
+        """Wait for the job and fetch its result as `result` does, for a task.
+
+        Args:
+            progress: as for `wait`.
+        """
+        await self.wait_async(progress=progress)
+        return await in_thread(lambda stop: self._fetched(progress=progress, stop=stop))
+
     def _ask(self, accept: str) -> None:
         """Ask how the job is; the box answers at the job's end, if that is within a moment."""
         answer = self._connection.request(
@@ -271,14 +279,6 @@ class Job:
             ResultNotReady: the job is not over: cancel it first.
         """
         self._connection.request("DELETE", self._result_path, accept=(httpx.codes.GONE,))
-
-    async def _awaited(self) -> GradResult:
-        await self.wait_async()
-        stop = threading.Event()
-        try:
-            return await asyncio.to_thread(self._fetched, progress=None, stop=stop)
-        finally:
-            stop.set()  # a task that was cancelled downloads no further
 
     def _download(
         self, path: Path, *, progress: bool | None, stop: threading.Event | None = None

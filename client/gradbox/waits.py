@@ -1,18 +1,19 @@
-"""Waiting for any number of jobs by one request at a time, for tasks that `await` them.
+"""What tasks of an event loop wait for: calls that block, and any number of jobs at once.
 
-Whoever waits asks again after a twentieth of the time that it has waited, 50 ms at least and 1 s at
-most: nobody learns of an end much later than it took. The box lists all of a user's jobs in one
-answer, and those who ask at about the same time share it: of an event loop's tasks one asks, in a
-thread, and the others wait for its answer.
+Of jobs one request tells at a time. Whoever waits asks again after a twentieth of the time that it
+has waited, 50 ms at least and 1 s at most: nobody learns of an end much later than it took. The box
+lists all of a user's jobs in one answer, and those who ask at about the same time share it: of an
+event loop's tasks one asks, in a thread, and the others wait for its answer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 from weakref import WeakKeyDictionary
 
 from gradbox.errors import GradboxError
@@ -24,6 +25,21 @@ LISTED: Final = 200
 SHORTEST_PAUSE_S: Final = 0.05
 LONGEST_PAUSE_S: Final = 1.0
 FRACTION: Final = 0.05
+
+
+T = TypeVar("T")
+
+
+async def in_thread(function: Callable[[threading.Event], T]) -> T:
+    """Return what a call returns that stops once the event which it is given is set.
+
+    It is set where the task that awaits the call is cancelled.
+    """
+    stop = threading.Event()
+    try:
+        return await asyncio.to_thread(function, stop)
+    finally:
+        stop.set()
 
 
 @dataclass

@@ -27,7 +27,6 @@ from gradbox import (
     ServiceUnavailable,
     progress,
 )
-from gradbox.async_client import CALLS_AT_ONCE
 from gradbox.protocol import JobList, ResultView
 from tests.boxes import TestBox
 from tests.client.wires import QUICK, answer, client_of, job_view
@@ -212,26 +211,6 @@ def test_a_closed_client_says_so_and_may_be_closed_again() -> None:
     client.close()
     with pytest.raises(ServiceUnavailable, match="was closed; make another"):
         client.job("j0")
-
-
-def test_calls_that_wait_for_a_thread_are_told_that_the_client_was_closed() -> None:
-    closed = threading.Event()
-
-    def handler(request: httpx.Request) -> httpx.Response:
-        closed.wait(WAIT_S)
-        return answer(job_view())
-
-    async def main() -> None:
-        transport = httpx.MockTransport(handler)
-        client = AsyncGradClient("http://box", "token", transport=transport, retry=QUICK)
-        calls = [asyncio.ensure_future(client.job("j1")) for _ in range(CALLS_AT_ONCE + 2)]
-        await asyncio.sleep(0.2)
-        await client.aclose()
-        closed.set()
-        found = await asyncio.gather(*calls, return_exceptions=True)
-        assert all(isinstance(error, ServiceUnavailable) for error in found[CALLS_AT_ONCE:])
-
-    ran(main)
 
 
 def test_a_box_that_is_gone_ends_every_wait() -> None:

@@ -23,7 +23,10 @@ import torch
 
 from gradbox import Gradient, GradResult, Jacobian, PerSampleGradient
 from gradbox.cli import main
-from gradbox.cli.box_tables import (
+from gradbox.cli.commands import LazyCommand, entries, line_of
+from gradbox.cli.jobs import _described, _state, how_far
+from gradbox.cli.output import ago, brief, duration
+from gradbox.cli.top import (
     DEVICE_TITLES,
     GIB,
     NARROW_TITLES,
@@ -31,9 +34,6 @@ from gradbox.cli.box_tables import (
     headline,
     job_rows,
 )
-from gradbox.cli.commands import LazyCommand, entries, line_of
-from gradbox.cli.jobs import _described, _state, how_far
-from gradbox.cli.output import ago, brief, duration
 from gradbox.protocol import (
     BoxJob,
     BoxView,

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from gradbox.cli.box_tables import device_rows
+from gradbox.cli.top import device_rows
 from gradbox.http.connection import parsed
 from gradbox.protocol import BoxView, ModelBuild
 from gradbox_service.backing import Backing

@@ -9,11 +9,9 @@ command returns its exit code, or raises the error that says it. To read in this
     exits           how a command ends: exit codes, and what is printed with each
     output          what the commands print
     job_file        a job as a TOML file
-    job_ids         what an id means
     completion      what the shell completes by asking the box
-    submit, jobs, result, blobs, top, operation, down, backup, login    one command or
-                    group each
-    box_tables      what `top` and `workers` show
+    submit, jobs, result, blobs, top, operation, down, backup, doctor, login    one
+                    command or group each
 
 Exit codes: 0 done, 1 the job failed, 2 wrong usage, 3 the service cannot be reached, 130 Ctrl-C.
 """

@@ -65,7 +65,7 @@ OWN: Final[Mapping[str, str]] = {
     "drain": "operation:drain",
     "down": "down:run",
     "backup": "backup:run",
-    "doctor": "doctor.command:run",
+    "doctor": "doctor:run",
     "login": "login:run",
     "version": "commands:version",
 }

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gradbox.cli.job_ids import JobId, find_job
-from gradbox.cli.jobs import say_how_it_ended
+from gradbox.cli.jobs import JobId, find_job, say_how_it_ended
 from gradbox.cli.output import AsJson, complain, say, say_json
 from gradbox.client import GradClient
 from gradbox.job import Job

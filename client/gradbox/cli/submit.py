@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from gradbox.cli.job_file import read_job
-from gradbox.cli.job_ids import find_job
-from gradbox.cli.jobs import say_how_it_ended
+from gradbox.cli.jobs import find_job, say_how_it_ended
 from gradbox.cli.output import AsJson, complain, say, say_json
 from gradbox.cli.result import OutputFile, check_folder, fetch
 from gradbox.client import GradClient
