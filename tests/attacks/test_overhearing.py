@@ -7,7 +7,6 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import httpx
@@ -85,26 +84,6 @@ def test_half_a_pair_of_tls_files_is_refused(certificate: tuple[Path, Path]) -> 
         check_exposure(Settings(tls_cert=certificate[0]))
     with pytest.raises(BadSettings, match="found none"):
         check_exposure(Settings(tls_cert=certificate[0], tls_key=Path("/nowhere")))
-
-
-@pytest.mark.parametrize(
-    ("days", "said"), [((-9, -1), "has expired"), ((1, 9), "not yet valid"), ((-9, 9), None)]
-)
-def test_a_certificate_that_clients_will_refuse_is_said(
-    tmp_path: Path, days: tuple[int, int], said: str | None
-) -> None:
-    begin, end = (datetime.now(UTC) + timedelta(days=day) for day in days)
-    issued = trustme.CA().issue_cert("127.0.0.1", not_before=begin, not_after=end)
-    pair = tmp_path / "pair.pem"
-    issued.private_key_and_cert_chain_pem.write_to_path(pair)
-    found = check_exposure(Settings(tls_cert=pair, tls_key=pair))
-    if said is None:
-        assert found is None
-    else:
-        assert found is not None
-        assert f"{pair}: certificate" in found
-        assert said in found
-        assert "renew" in found
 
 
 def test_files_that_are_no_pair_are_said(

@@ -16,7 +16,7 @@ from gradbox.cli.output import AsJson, local, say_table
 from gradbox_service.commands.beside_the_box import DataFolder, RedisUrl, at_redis, beside_the_box
 from gradbox_service.database.connection import connect
 from gradbox_service.identity.revocations import Revocations
-from gradbox_service.identity.tokens import Tokens, lookalikes, token_id
+from gradbox_service.identity.tokens import Tokens
 from gradbox_service.settings import Settings
 
 
@@ -42,15 +42,7 @@ def create(
     """Make a token and print it."""
 
     def run(tokens: Tokens) -> int:
-        names = [info.name for info in tokens.list()]
         token = tokens.create(name, admin=admin)
-        for other in lookalikes(name, names):
-            print(
-                f"gradbox tokens: {name!r} looks like {other!r}, who has a token too; they are two "
-                f"owners: if one person is meant, `gradbox tokens revoke {token_id(token)}` and "
-                f"make it for {other!r}",
-                file=sys.stderr,
-            )
         if json:
             print(jsons.dumps({"name": name, "admin": admin, "token": token}))
         else:

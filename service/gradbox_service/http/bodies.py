@@ -4,8 +4,7 @@ A job's body is gathered in a file once it is large, so that many slow ones take
 large ones are checked one after the other: what a check holds at once is that of one body. It may
 have several parts: a job and the small blobs that it names, in one request. The form is that of
 multipart/form-data (RFC 7578), which `curl -F` sends. The part named `job` is what `POST /v1/jobs`
-takes alone; every other part is a blob, named by its digest. Nothing is taken from a part's other
-headers.
+takes alone; every other part is a blob, named by its digest.
 
 Any other body is small (`SmallBodies`): FastAPI reads it whole, and parses it, before it looks at
 who sends it.
@@ -18,23 +17,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Final, TypeVar
 
 import anyio.to_thread
 from anyio import CapacityLimiter
 from fastapi import Request
-from python_multipart import MultipartParser
+from python_multipart import FormParser
 from python_multipart.exceptions import FormParserError
-from python_multipart.multipart import parse_options_header
+from python_multipart.multipart import Field, File, parse_options_header
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gradbox.errors import BlobTooLarge, InvalidJob
 from gradbox.protocol import Problem
 from gradbox_service.http.problems import problem_response
 from gradbox_service.settings import KIB, MIB
-
-if TYPE_CHECKING:
-    from python_multipart.multipart import MultipartCallbacks
 
 LARGE_BYTES = 256 * KIB
 
@@ -141,69 +137,45 @@ def read_parts(body: bytes, *, content_type: str) -> Parts:
     boundary = options.get(b"boundary", b"")
     if not boundary:
         raise InvalidJob(f"{EXPECTED}; got a Content-Type without a boundary")
-    reader = _Reader()
-    try:
-        parser = MultipartParser(boundary, reader.callbacks())
-        parser.write(body)
-        parser.finalize()
-    except FormParserError as error:
-        raise InvalidJob(f"{EXPECTED}; got one that cannot be parsed: {error}") from None
-    if not reader.ended:
-        raise InvalidJob(f"{EXPECTED}; got one without its closing boundary")
-    job = reader.parts.pop(JOB, None)
-    if job is None:
-        raise InvalidJob(f"{EXPECTED}; got no part named {JOB!r}")
-    return Parts(job, reader.parts)
+    parts: dict[str, bytes] = {}
+    ended = False
 
-
-class _Reader:
-    """Gathers the parts as the parser finds their bounds."""
-
-    def __init__(self) -> None:
-        self.parts: dict[str, bytes] = {}
-        self.ended = False
-        self._field = bytearray()
-        self._value = bytearray()
-        self._name = ""
-        self._content = bytearray()
-
-    def callbacks(self) -> MultipartCallbacks:
-        return {
-            "on_part_begin": self._on_part_begin,
-            "on_header_field": lambda data, start, end: self._field.extend(data[start:end]),
-            "on_header_value": lambda data, start, end: self._value.extend(data[start:end]),
-            "on_header_end": self._on_header_end,
-            "on_headers_finished": self._on_headers_finished,
-            "on_part_data": lambda data, start, end: self._content.extend(data[start:end]),
-            "on_part_end": self._on_part_end,
-            "on_end": self._on_end,
-        }
-
-    def _on_part_begin(self) -> None:
-        if len(self.parts) >= MAX_PARTS:
+    def on_part(part: Field | File) -> None:
+        name = (part.field_name or b"").decode("latin-1")
+        if name != JOB and not DIGEST.fullmatch(name):
+            raise InvalidJob(f"{EXPECTED}; got a part named {name[:80]!r}")
+        if name in parts:
+            raise InvalidJob(f"{EXPECTED}; got two parts named {name!r}")
+        if len(parts) >= MAX_PARTS:
             raise InvalidJob(
                 f"{EXPECTED}; got more than {MAX_PARTS} parts: upload blobs with PUT "
                 "/v1/blobs/{sha256}"
             )
-        self._name, self._content = "", bytearray()
+        parts[name] = _content(part)
 
-    def _on_header_end(self) -> None:
-        if bytes(self._field).lower() == b"content-disposition":
-            _, options = parse_options_header(bytes(self._value))
-            self._name = options.get(b"name", b"").decode("latin-1")
-        self._field, self._value = bytearray(), bytearray()
+    def on_end() -> None:
+        nonlocal ended
+        ended = True
 
-    def _on_headers_finished(self) -> None:
-        if self._name != JOB and not DIGEST.fullmatch(self._name):
-            raise InvalidJob(f"{EXPECTED}; got a part named {self._name[:80]!r}")
-        if self._name in self.parts:
-            raise InvalidJob(f"{EXPECTED}; got two parts named {self._name!r}")
+    try:
+        parser = FormParser(FORM, on_part, on_part, on_end, boundary=boundary)
+        parser.write(body)
+        parser.finalize()
+    except FormParserError as error:
+        raise InvalidJob(f"{EXPECTED}; got one that cannot be parsed: {error}") from None
+    if not ended:
+        raise InvalidJob(f"{EXPECTED}; got one without its closing boundary")
+    if JOB not in parts:
+        raise InvalidJob(f"{EXPECTED}; got no part named {JOB!r}")
+    return Parts(parts.pop(JOB), parts)
 
-    def _on_part_end(self) -> None:
-        self.parts[self._name] = bytes(self._content)
 
-    def _on_end(self) -> None:
-        self.ended = True
+def _content(part: Field | File) -> bytes:
+    """Return what a part holds; it has a file name where `curl -F` takes it from a file."""
+    if isinstance(part, Field):
+        return part.value or b""
+    part.file_object.seek(0)
+    return part.file_object.read()
 
 
 class SmallBodies:

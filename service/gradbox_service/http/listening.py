@@ -5,9 +5,6 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
-import ssl
-from contextlib import suppress
-from pathlib import Path
 from typing import Final
 
 from gradbox.errors import GradboxError
@@ -16,8 +13,6 @@ from gradbox_service.settings import KIB, BadSettings, Settings
 BACKLOG = 2048
 # What the kernel takes of an answer beyond what is on its way; with less, downloads are slower.
 UNSENT_BYTES: Final = 256 * KIB
-# OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED.
-WRONG_DATES: Final = (9, 10)
 
 
 class CannotListen(GradboxError):
@@ -61,7 +56,7 @@ def url_of(bound: socket.socket, *, tls: bool = False) -> str:
 
 
 def check_exposure(settings: Settings) -> str | None:
-    """Return what to say aloud about who can read along, or who will not connect, if anything.
+    """Return what to say aloud about who can read along, if anything.
 
     Raises:
         BadSettings: tokens and tensors would cross a network in the clear and nobody said that
@@ -72,9 +67,7 @@ def check_exposure(settings: Settings) -> str | None:
     for path in (settings.tls_cert, settings.tls_key):
         if path is not None and not path.is_file():
             raise BadSettings(f"TLS: expected a PEM file at {path}, found none")
-    if settings.tls_cert is not None and settings.tls_key is not None:
-        return _wrong_dates(settings.tls_cert, settings.tls_key)
-    if is_loopback(settings.host):
+    if settings.tls_cert is not None or is_loopback(settings.host):
         return None
     exposed = (
         f"{settings.host} is reached over the network, and without TLS whoever is on the way reads "
@@ -87,38 +80,6 @@ def check_exposure(settings: Settings) -> str | None:
             f"yours alone"
         )
     return f"INSECURE: {exposed}"
-
-
-def _wrong_dates(cert: Path, key: Path) -> str | None:
-    """Return what to say of a certificate that clients will refuse for its dates.
-
-    It is asked by a handshake in memory, with a client that trusts this certificate. What else is
-    wrong with the files is said when they are loaded to serve.
-    """
-    server, client = (
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER),
-        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
-    )
-    client.check_hostname = False
-    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    try:
-        server.load_cert_chain(cert, key, password="")
-        client.load_verify_locations(cert)
-        here = server.wrap_bio(to_server, to_client, server_side=True)
-        there = client.wrap_bio(to_client, to_server)
-        for end in (there, here, there):
-            with suppress(ssl.SSLWantReadError):
-                end.do_handshake()
-    except ssl.SSLCertVerificationError as error:
-        if error.verify_code in WRONG_DATES:
-            return (
-                f"{cert}: {error.verify_message}: clients will refuse it; renew it (or set this "
-                f"machine's clock), and start again"
-            )
-    except OSError:  # an SSLError is one, too
-        pass
-    return None
 
 
 def is_loopback(host: str) -> bool:

@@ -12,8 +12,7 @@ import hashlib
 import logging
 import secrets
 import time
-import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import redis
@@ -29,11 +28,6 @@ log = logging.getLogger(__name__)
 TOKENS = "gradbox:tokens"
 PREFIX = "gbx_"
 ID_LENGTH = 12
-# Digits, and letters of the Greek and the Cyrillic alphabet, that are read as Latin letters.
-READ_AS = str.maketrans(
-    "01i|" + "αβγεηικνορτυχ" + "авекмнорстухіјѕһԁԛԝ",
-    "olll" + "abyenlkvoptux" + "abekmhopctyxljshdqw",
-)
 
 
 class BadTokenName(GradboxError, ValueError):
@@ -107,7 +101,7 @@ class Tokens:
             log.warning(
                 "Redis takes no change for now (%s): the revocation holds, and is noted in %s",
                 error,
-                self._revocations.path,
+                self._revocations.folder,
             )
         return len(found)
 
@@ -118,7 +112,9 @@ class Tokens:
     def hashed(self, digest: str) -> TokenInfo | None:
         """Return the same of the token with this hash."""
         text = cast("bytes | None", self._redis.hget(TOKENS, digest))
-        return None if text is None or digest in self._revoked() else _read(text)
+        if text is None or (self._revocations is not None and self._revocations.holds(digest)):
+            return None
+        return _read(text)
 
     def reconcile(self) -> None:
         """Make the revocations that could only be noted."""
@@ -163,18 +159,6 @@ def check_name(name: str) -> None:
             f"a token's name has 1 to 100 printable characters and no space, got {name[:120]!r}; "
             "use a person's name or address"
         )
-
-
-def lookalikes(name: str, others: Iterable[str]) -> list[str]:
-    """Return the other names that a person may take for this one, in order."""
-    seen = _as_seen(name)
-    return sorted(other for other in {*others} - {name} if _as_seen(other) == seen)
-
-
-def _as_seen(name: str) -> str:
-    """Return what is left of a name without case, accents, punctuation, and the alphabet."""
-    plain = unicodedata.normalize("NFKD", name).casefold().translate(READ_AS)
-    return "".join(filter(str.isalnum, plain)).replace("rn", "m").replace("vv", "w")
 
 
 def _fresh(name: str, *, admin: bool) -> tuple[str, str, TokenInfo]:
