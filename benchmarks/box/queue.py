@@ -127,7 +127,7 @@ def _started() -> Iterator[_Box]:
                 httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers) as client,
             ):
                 _until_up(client)
-                yield _Box(backing, connection, client, [pid, server.pid], _spec(client))
+                yield _Box(backing, connection, client, [pid, server.part.pid or 0], _spec(client))
         finally:
             server.stop()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import stat
@@ -22,7 +21,7 @@ from gradbox_service.up import embedded_redis
 from gradbox_service.up.embedded_redis import (
     EmbeddedRedis,
     NoRedis,
-    _said,
+    _state,
     server_binary,
     url_in,
 )
@@ -40,7 +39,7 @@ def test_it_keeps_what_it_was_given(tmp_path: Path) -> None:
     server = EmbeddedRedis.start(tmp_path)
     connect(server.url).set("key", "value")
     server.stop()
-    assert not server.alive()
+    assert not server.part.running
     server = EmbeddedRedis.start(tmp_path)
     try:
         assert connect(server.url).get("key") == b"value"
@@ -51,7 +50,7 @@ def test_it_keeps_what_it_was_given(tmp_path: Path) -> None:
 def test_it_keeps_what_it_was_given_when_it_is_killed(tmp_path: Path) -> None:
     server = EmbeddedRedis.start(tmp_path, appendfsync="always")
     connect(server.url).set("key", "value")
-    os.kill(server.pid, signal.SIGKILL)
+    server.part.signal(signal.SIGKILL)
     server.stop()
     server = EmbeddedRedis.start(tmp_path)
     try:
@@ -74,16 +73,6 @@ def test_it_is_private_durable_and_forgets_nothing(tmp_path: Path) -> None:
         server.stop()
 
 
-def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
-    server = EmbeddedRedis.start(tmp_path / "redis")
-    try:
-        with pytest.raises(NoRedis, match="another gradbox keeps its data"):
-            EmbeddedRedis.start(tmp_path / "redis")
-        assert connect(server.url).ping()
-    finally:
-        server.stop()
-
-
 def kill_supervisor_of(folder: Path, *, arranged: bool) -> int:
     """Let a process start a server and be killed; return the server's process id.
 
@@ -93,11 +82,10 @@ def kill_supervisor_of(folder: Path, *, arranged: bool) -> int:
     code = f"""
 import sys
 from pathlib import Path
-from gradbox_service.up import embedded_redis
-from gradbox_service.up import console as saying
+from gradbox_service.up import embedded_redis, processes
 if not {arranged}:
-    embedded_redis.die_with_parent = lambda number: None
-print(embedded_redis.EmbeddedRedis.start(Path({str(folder)!r})).pid, flush=True)
+    processes.die_with_parent = lambda number: None
+print(embedded_redis.EmbeddedRedis.start(Path({str(folder)!r})).part.pid, flush=True)
 sys.stdin.read()
 """
     supervisor = subprocess.Popen(
@@ -125,7 +113,7 @@ def test_a_server_that_outlived_its_supervisor_is_replaced(tmp_path: Path) -> No
     assert answers(tmp_path)
     server = EmbeddedRedis.start(tmp_path)
     try:
-        assert server.pid != orphan
+        assert server.part.pid != orphan
         assert connect(server.url).ping()
     finally:
         server.stop()
@@ -257,12 +245,12 @@ def test_a_server_whose_disk_is_full_answers(tmp_path: Path) -> None:
                 connection.set(f"key{number}", bytes(10_000))
         with pytest.raises(redis.ResponseError, match="No space left on device"):
             connection.ping()
-        assert _said(connection) == "ready"
-        server.kill()
+        assert _state(connection) == "ready"
+        server.part.signal(signal.SIGKILL)
         server.stop()
-        assert _said(connection) == "nothing"
+        assert _state(connection) == "nothing"
         again = EmbeddedRedis.start(disk / "redis")
-        assert _said(connection) == "ready"
+        assert _state(connection) == "ready"
         again.stop()
 
 
@@ -315,7 +303,7 @@ def test_a_server_that_outlived_its_supervisor_is_replaced_while_it_loads(
     options = embedded_redis._options(
         tmp_path, tmp_path / "redis.sock", appendfsync="everysec", memory_bytes=0
     )
-    orphan = embedded_redis._spawn(server_binary(), options)
+    orphan = subprocess.Popen(embedded_redis._command(server_binary(), options))
     while not (tmp_path / "redis.sock").exists():
         time.sleep(0.01)
     with pytest.raises(NoRedis, match="told to stop while"):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from gradbox_service.up import processes as part_module
-from gradbox_service.up.processes import LONGEST_PAUSE_S, Part, rotate
+from gradbox_service.up.processes import LONGEST_PAUSE_S, Part, of_module, rotate
 from tests.disks import small_disk
 
 MIB = 2**20
@@ -29,7 +29,7 @@ def test_a_part_that_prints_a_gigabyte_leaves_32_mebibytes(tmp_path: Path, modul
         "time.sleep(1)\nos.write(1, b'the end')\n"
     )
     log = tmp_path / "logs" / "chatter.log"
-    part = Part("chatter", "chatter", [], log=log)
+    part = Part("chatter", of_module("chatter"), log=log)
     part.start()
     largest = 0
     while part.running:
@@ -46,7 +46,7 @@ def test_a_part_that_prints_a_gigabyte_leaves_32_mebibytes(tmp_path: Path, modul
 
 def test_a_short_log_is_left_alone(tmp_path: Path, module: Path) -> None:
     module.write_text("print('hello')\n")
-    part = Part("chatter", "chatter", [], log=tmp_path / "chatter.log")
+    part = Part("chatter", of_module("chatter"), log=tmp_path / "chatter.log")
     part.start()
     while part.running:
         time.sleep(0.01)
@@ -62,7 +62,7 @@ def test_pauses_grow_from_none_to_five_seconds_until_the_part_was_ready(
     now = 0.0
     # Of this module alone: other threads of this process have the true time.
     monkeypatch.setattr(part_module, "time", SimpleNamespace(monotonic=lambda: now))
-    part = Part("chatter", "chatter", [], log=tmp_path / "chatter.log")
+    part = Part("chatter", of_module("chatter"), log=tmp_path / "chatter.log")
     pauses = []
     part.start()
     for _ in range(6):
@@ -83,7 +83,7 @@ def test_pauses_grow_from_none_to_five_seconds_until_the_part_was_ready(
 def test_a_log_that_fills_the_disk_is_emptied(tmp_path: Path, module: Path) -> None:
     module.write_text("import os\nwhile os.write(1, bytes(2**20)):\n    pass\n")
     with small_disk(tmp_path / "disk", size_bytes=24 * MIB) as disk:
-        part = Part("chatter", "chatter", [], log=disk / "chatter.log")
+        part = Part("chatter", of_module("chatter"), log=disk / "chatter.log")
         part.start()
         while part.running:
             time.sleep(0.01)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -127,10 +126,10 @@ def test_a_worker_that_redis_keeps_silent_does_not_hang(
 def test_a_frozen_redis_hangs_and_its_workers_do_not(
     watchdog: Watchdog, redis_server: EmbeddedRedis
 ) -> None:
-    os.kill(redis_server.pid, signal.SIGSTOP)
+    redis_server.part.signal(signal.SIGSTOP)
     try:
         begun = time.monotonic()
         assert eventually(lambda: watchdog.hangs(REDIS, started_s=begun))
         assert not watchdog.hangs("w", started_s=begun)
     finally:
-        os.kill(redis_server.pid, signal.SIGCONT)
+        redis_server.part.signal(signal.SIGCONT)

@@ -8,7 +8,6 @@ To read in this order:
     data_folder       its lock, the owner's token, and client.toml while the box is ready
     devices           which devices there are, of this machine or of a cluster
     processes         child processes with their logs, and the script of `--exec`
-    watchdog          which of them hangs
+    watchdog          which of them hangs, and when a box that drains has nothing left to do
     embedded_redis    the server that `up` brings, and how its file is mended after a power cut
-    drain             when a box that drains has nothing left to do
 """

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -13,9 +11,10 @@ from typing import Final
 from gradbox_service.settings import Settings
 from gradbox_service.up.box import LOG, READY
 from gradbox_service.up.console import say
-from gradbox_service.up.processes import ended, rotate
+from gradbox_service.up.processes import Part, ended, of_module
 
 LOOK_S: Final = 0.05
+STOP_S: Final = 120.0
 
 
 def start(arguments: Sequence[str], *, settings: Settings) -> int:
@@ -31,44 +30,32 @@ def start(arguments: Sequence[str], *, settings: Settings) -> int:
     """
     settings.make_data_folder()
     data = settings.data
-    folder = data / "logs"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     data.chmod(0o700)
-    rotate(folder / LOG)  # now, for what follows is read from where it begins
-    descriptor = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    command = of_module("gradbox", "up", *arguments)
+    box = Part("the box", command, log=data / "logs" / LOG, with_parent=None)
+    box.start()
     try:
-        begin = os.lseek(descriptor, 0, os.SEEK_END)
-        box = subprocess.Popen(
-            [sys.executable, "-m", "gradbox", "up", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=descriptor,
-            stderr=descriptor,
-            start_new_session=True,
-        )
-    finally:
-        os.close(descriptor)
-    try:
-        return _until_ready(box, folder / LOG, begin=begin, data=data)
+        return _until_ready(box, data)
     except KeyboardInterrupt:
-        box.terminate()
-        box.wait()
+        box.stop(within_s=STOP_S)
         raise
 
 
-def _until_ready(box: subprocess.Popen[bytes], log: Path, *, begin: int, data: Path) -> int:
-    with log.open() as file:
-        file.seek(begin)
-        while True:
-            code = box.poll()
-            for line in file:
-                ready = line.startswith(READY)
-                print(line, end="", file=sys.stdout if ready else sys.stderr, flush=True)
-                if ready:
-                    print(f"gradbox up: to stop it: gradbox down --data {data}", file=sys.stderr)
-                    return 0
-            if code is not None and code < 0:
-                say(f"the box {ended(code)} before it was ready; its log is {log}")
-                return 1
-            if code is not None:
-                return code
-            time.sleep(LOOK_S)
+def _until_ready(box: Part, data: Path) -> int:
+    num_shown = 0
+    while True:
+        code = box.exit_code()
+        lines = box.lines()
+        for line in lines[num_shown:]:
+            ready = line.startswith(READY)
+            print(line, file=sys.stdout if ready else sys.stderr, flush=True)
+            if ready:
+                print(f"gradbox up: to stop it: gradbox down --data {data}", file=sys.stderr)
+                return 0
+        num_shown = len(lines)
+        if code is not None and code < 0:
+            say(f"the box {ended(code)} before it was ready; its log is {box.log}")
+            return 1
+        if code is not None:
+            return code
+        time.sleep(LOOK_S)

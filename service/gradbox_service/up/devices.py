@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from gradbox_service.settings import BadSettings
-from gradbox_service.up.console import NotReady
-from gradbox_service.up.processes import Part, PartFailed, ended
+from gradbox_service.up.processes import Part, of_module
 
 # Present where NVIDIA's driver is; without it torch need not be asked.
 _DRIVER: Final = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))
@@ -22,7 +20,6 @@ MODULE: Final = "gradbox_worker.cluster"
 NAME: Final = "cluster"
 # Written by the head once jobs can run, and when devices come or go; removed when it ends.
 ADDRESS_FILE: Final = "cluster.json"
-LOOK_S: Final = 0.1
 
 
 def spread(device: str, *, num_workers: int | None) -> list[str]:
@@ -69,7 +66,8 @@ class Cluster:
         address_file(data).unlink(missing_ok=True)
         arguments = ["--address", self.address, "--device", self.device]
         arguments += ["--models", str(models_file), "--data", str(data)]
-        return Part(NAME, MODULE, arguments, log=data / "logs" / f"{NAME}.log")
+        command = of_module(MODULE, *arguments)
+        return Part(NAME, command, log=data / "logs" / f"{NAME}.log")
 
 
 def address_file(data: Path) -> Path:
@@ -83,21 +81,3 @@ def devices_now(data: Path) -> int:
         return int(json.loads(address_file(data).read_text())["num_devices"])
     except FileNotFoundError:
         return 0
-
-
-def num_devices(head: Part, *, data: Path, stop: threading.Event) -> int:
-    """Wait until the head is ready; return how many devices it has, 0 if told to stop.
-
-    Raises:
-        PartFailed: it ended before.
-    """
-    not_ready = NotReady()
-    while not stop.wait(LOOK_S):
-        code = head.exit_code()
-        if code is not None:
-            raise PartFailed.of(head, f"{ended(code)} before it had devices", code=code)
-        if found := devices_now(data):
-            return found
-        last = next(reversed(head.lines()), "nothing yet")
-        not_ready.because(f"the cluster waits for devices; its log ends with: {last}")
-    return 0

@@ -16,7 +16,6 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -29,16 +28,16 @@ import redis
 from gradbox.errors import GradboxError
 from gradbox_service.database.connection import connect
 from gradbox_service.database.refusals import store_refuses
-from gradbox_service.store.files import lock_file
 from gradbox_service.up.console import NotReady
-from gradbox_service.up.processes import die_with_parent, end
+from gradbox_service.up.processes import Part, ended
 
 log = logging.getLogger(__name__)
 
 FOLDER: Final = "appendonlydir"
 BACKUPS: Final = "before-cut"
 STEP_BYTES: Final = 2**20
-LOG = "redis.log"
+NAME: Final = "Redis"
+LOG: Final = "redis.log"
 # The kernel's limit on a socket's path, with its ending zero byte, is 108 (104 on macOS).
 MAX_SOCKET_PATH = 100
 # To say something; to load a large append-only file takes what it takes.
@@ -94,8 +93,6 @@ def _length_without_zeros(path: Path) -> int:
 
 AppendFsync = Literal["everysec", "always", "no"]
 
-log = logging.getLogger(__name__)
-
 
 class NoRedis(GradboxError):
     """There is no Redis to use, or it did not start."""
@@ -108,18 +105,14 @@ class EmbeddedRedis:
     """A running server; `start` makes one and `stop` ends it.
 
     Attributes:
+        part: its process, which may be kept running.
         url: what `connect` takes.
-        pid: the server's process.
-        started_s: when it was started, by the monotonic clock.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], *, socket: Path, lock: int) -> None:
-        self._process = process
-        self._lock = lock
+    def __init__(self, part: Part, *, socket: Path) -> None:
+        self.part = part
         self.url = f"unix://{socket}"
         self._socket = socket
-        self.pid = process.pid
-        self.started_s = time.monotonic()
 
     @classmethod
     def start(
@@ -133,77 +126,65 @@ class EmbeddedRedis:
         """Start a server whose data is in `folder`, and wait until it answers.
 
         Args:
-            stopped: tells whether to wait no longer.
+            folder: one that no other process uses.
+            stopped: returns whether to wait no longer.
             memory_bytes: how much memory it may take before it refuses changes; 0 is no bound.
             appendfsync: `everysec` may lose the last second of accepted jobs when the machine (not
                 the server) dies; `always` loses nothing and costs a disk flush a change.
 
         Raises:
-            NoRedis: there is no server program, another process uses the folder, the server did not
-                come up, or one of an earlier run still loads and it was `stopped`.
+            NoRedis: there is no server program, the server did not come up, or one of an earlier
+                run still loads and it was `stopped`.
         """
-        binary = server_binary()
         folder = folder.resolve()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
-        lock = lock_file(folder / "lock")
-        if lock is None:
-            raise NoRedis(
-                f"another gradbox keeps its data in {folder.parent}: stop that one, or give this "
-                f"one another folder with --data"
-            )
-        try:
-            socket = _socket_path(folder)
+        socket = _socket_path(folder)
+
+        def prepare() -> None:
             _stop_orphan(f"unix://{socket}", stopped)
             _mend(folder)
-            options = _options(folder, socket, appendfsync=appendfsync, memory_bytes=memory_bytes)
-            process = _spawn(binary, options)
-        except BaseException:
-            os.close(lock)
-            raise
-        server = cls(process, socket=socket, lock=lock)
+
+        options = _options(folder, socket, appendfsync=appendfsync, memory_bytes=memory_bytes)
+        command = _command(server_binary(), options)
+        part = Part(NAME, command, log=folder / LOG, prepare=prepare, with_parent=signal.SIGTERM)
+        server = cls(part, socket=socket)
+        part.start()
         try:
-            server._wait_until_ready(folder / LOG, stopped)
+            server._wait_until_ready(stopped)
         except BaseException:
-            process.kill()
+            part.signal(signal.SIGKILL)
             server.stop()
             raise
         return server
 
-    def alive(self) -> bool:
-        """Return whether the server's process runs."""
-        return self._process.poll() is None
-
-    def kill(self) -> None:
-        """End a server that hangs; its append-only file has what it took."""
-        self._process.kill()
-
     def stop(self) -> None:
         """Save and end the server: SIGTERM, then SIGKILL."""
-        end(self._process, within_s=STOP_TIMEOUT_S)
-        if self._lock >= 0:
-            with suppress(OSError):  # only a folder made for the socket alone is empty
-                self._socket.parent.rmdir()
-            os.close(self._lock)
-            self._lock = -1
+        self.part.stop(within_s=STOP_TIMEOUT_S)
+        with suppress(OSError):  # only a folder made for the socket alone is empty
+            self._socket.parent.rmdir()
 
-    def _wait_until_ready(self, log_file: Path, stopped: Callable[[], bool]) -> None:
+    def _wait_until_ready(self, stopped: Callable[[], bool]) -> None:
         not_ready = NotReady()
         deadline = time.monotonic() + START_TIMEOUT_S
         with closing(connect(self.url, retries=0)) as connection:
             while not stopped():
-                if not self.alive():
-                    code = self._process.returncode
-                    raise _not_started(f"ended with code {code} while it started", log_file)
+                code = self.part.exit_code()
+                if code is not None:
+                    raise self._not_started(f"{ended(code)} while it started")
                 if time.monotonic() > deadline:
-                    raise _not_started(f"did not answer within {START_TIMEOUT_S:.0f} s", log_file)
-                said = _said(connection)
-                if said == "ready":
+                    raise self._not_started(f"did not answer within {START_TIMEOUT_S:.0f} s")
+                state = _state(connection)
+                if state == "ready":
                     return
-                if said == "loading":  # as long as it takes
+                if state == "loading":  # as long as it takes
                     deadline = time.monotonic() + START_TIMEOUT_S
                     not_ready.because("Redis reads its records from the disk")
                 time.sleep(LOOK_S)
+
+    def _not_started(self, what: str) -> NoRedis:
+        log = self.part.log
+        return NoRedis(f"the embedded Redis {what}; the end of {log}:\n{self.part.tail()}")
 
 
 def url_in(folder: Path) -> str:
@@ -270,20 +251,12 @@ def _options(
         "maxmemory": str(memory_bytes),
         "maxmemory-policy": "noeviction",
         "daemonize": "no",
-        "logfile": str(folder / LOG),
     }
 
 
-def _spawn(binary: Path, options: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _command(binary: Path, options: Mapping[str, str]) -> list[str]:
     arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
-    return subprocess.Popen(
-        [str(binary), *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        preexec_fn=die_with_parent(signal.SIGTERM),
-    )
+    return [str(binary), *arguments]
 
 
 def _socket_path(folder: Path) -> Path:
@@ -300,13 +273,13 @@ def _socket_path(folder: Path) -> Path:
 
 
 def _stop_orphan(url: str, stopped: Callable[[], bool]) -> None:
-    """End a server that outlived its supervisor: we hold the folder's lock, so it is ours."""
+    """End a server that outlived its supervisor: we hold the data folder's lock, so it is ours."""
     with closing(connect(url, retries=0)) as connection:
-        while (said := _said(connection)) == "loading":  # and takes no SHUTDOWN
+        while (state := _state(connection)) == "loading":  # and takes no SHUTDOWN
             if stopped():
                 raise NoRedis(f"told to stop while an earlier Redis at {url} reads its records")
             time.sleep(LOOK_S)
-        if said == "nothing":
+        if state == "nothing":
             return
         log.warning("a Redis of an earlier run still answers at %s: stopping it", url)
         try:
@@ -315,7 +288,7 @@ def _stop_orphan(url: str, stopped: Callable[[], bool]) -> None:
             log.warning("SHUTDOWN was not taken (%s)", error)
 
 
-def _said(connection: redis.Redis) -> Literal["nothing", "loading", "ready"]:
+def _state(connection: redis.Redis) -> Literal["nothing", "loading", "ready"]:
     """Return what a server answers; it is ready, too, while its disk or its memory is full."""
     try:
         connection.ping()
@@ -327,14 +300,3 @@ def _said(connection: redis.Redis) -> Literal["nothing", "loading", "ready"]:
         if not store_refuses(error):
             raise
     return "ready"
-
-
-def _not_started(what: str, log_file: Path) -> NoRedis:
-    return NoRedis(f"the embedded Redis {what}; the end of {log_file}: {_tail(log_file)}")
-
-
-def _tail(path: Path) -> str:
-    try:
-        return " | ".join(path.read_text(errors="replace").splitlines()[-5:])
-    except OSError as error:
-        return f"(not readable: {error})"

@@ -1,6 +1,6 @@
 """The child processes of a box: its parts, which are kept running, and the script of --exec.
 
-None outlives the process that started it.
+Unless it is said otherwise, none outlives the process that started it.
 """
 
 from __future__ import annotations
@@ -17,29 +17,26 @@ from pathlib import Path
 from typing import Final
 
 from gradbox.errors import GradboxError
-from gradbox_service.repeating_thread import RepeatingThread
 
 _PR_SET_PDEATHSIG = 1
 FIRST_PAUSE_S: Final = 0.5
 LONGEST_PAUSE_S: Final = 5.0
 TAIL_LINES: Final = 12
 # A longer log is put aside, at most so much of it; the log that was put aside before goes.
-# A part writes its own lines alone, so that looking ten times a second is soon enough.
 LONGEST_LOG_BYTES: Final = 8 * 2**20
-LOOK_S: Final = 0.1
 STOP_S: Final = 10.0
 # What a shell returns for a process that a signal ended.
 SIGNALLED: Final = 128
 
 
-def die_with_parent(number: signal.Signals = signal.SIGKILL) -> Callable[[], None] | None:
-    """Return a `preexec_fn` after which the kernel signals the child when its parent dies.
+def die_with_parent(number: signal.Signals | None) -> Callable[[], None] | None:
+    """Return a `preexec_fn` after which the kernel signals the child when its parent dies, if so.
 
     The parent is the thread that starts the child, so that must be the main thread. Only Linux has
     this; elsewhere the result is None, and what `kill -9` of the parent leaves is stopped when the
     next one starts on the same data.
     """
-    if sys.platform != "linux":
+    if sys.platform != "linux" or number is None:
         return None
     # Looked up before the fork: the child may not take the locks that loading a library takes.
     prctl = ctypes.CDLL(None).prctl
@@ -79,8 +76,7 @@ class PartFailed(GradboxError):
 class Part:
     """A child process with its log, started again when it ends.
 
-    It runs in a session of its own, so that Ctrl-C reaches the supervisor alone, and is killed when
-    the supervisor dies.
+    It runs in a session of its own, so that Ctrl-C reaches the supervisor alone.
 
     Attributes:
         name: what messages call it.
@@ -91,17 +87,25 @@ class Part:
     def __init__(
         self,
         name: str,
-        module: str,
-        arguments: Sequence[str],
+        command: Sequence[str],
         *,
         log: Path,
         pass_fds: Sequence[int] = (),
+        prepare: Callable[[], None] | None = None,
+        with_parent: signal.Signals | None = signal.SIGKILL,
     ) -> None:
-        """Describe the process `python -m module arguments`; `start` starts it."""
+        """Describe the process; `start` starts it.
+
+        Args:
+            prepare: what is to be done before each start; it may raise a GradboxError.
+            with_parent: what ends the process when the supervisor dies; None: it goes on.
+        """
         self.name = name
         self.log = log
-        self._command = [sys.executable, "-m", module, *arguments]
+        self._command = command
         self._pass_fds = tuple(pass_fds)
+        self._prepare = prepare
+        self._with_parent = with_parent
         self._process: subprocess.Popen[bytes] | None = None
         self.started_s = 0.0
         self._log_start = 0
@@ -114,6 +118,8 @@ class Part:
 
     def start(self) -> None:
         """Start the process."""
+        if self._prepare is not None:
+            self._prepare()
         self.log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         rotate(self.log)
         descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -126,7 +132,7 @@ class Part:
                 stderr=descriptor,
                 pass_fds=self._pass_fds,
                 start_new_session=True,
-                preexec_fn=die_with_parent(signal.SIGKILL),
+                preexec_fn=die_with_parent(self._with_parent),
             )
         finally:
             os.close(descriptor)
@@ -145,18 +151,23 @@ class Part:
         code = self.exit_code()
         if code is None:
             return None
-        now = time.monotonic()
-        if self._restart_s is not None:
-            if now >= self._restart_s:
-                self._restart_s = None
+        if self._restart_s is None:
+            return self._start_later(f"{self.name} {ended(code)}")
+        if time.monotonic() >= self._restart_s:
+            self._restart_s = None
+            try:
                 self.start()
-            return None
+            except GradboxError as error:  # for one because the disk is full: that passes
+                return self._start_later(str(error))
+        return None
+
+    def _start_later(self, why: str) -> str:
         pause_s = 0.0  # one that was ready and was killed is wanted at once
         if self._num_failures:
             pause_s = min(FIRST_PAUSE_S * 2 ** (self._num_failures - 1), LONGEST_PAUSE_S)
         self._num_failures += 1
-        self._restart_s = now + pause_s
-        return f"{self.name} {ended(code)}; starting it again in {pause_s:.1f} s (log: {self.log})"
+        self._restart_s = time.monotonic() + pause_s
+        return f"{why}; starting it again in {pause_s:.1f} s (log: {self.log})"
 
     def settle(self) -> None:
         """Note that the process was ready: its next restart is quick again."""
@@ -167,8 +178,13 @@ class Part:
         if self._process is not None and self.running:
             self._process.send_signal(number)
 
+    def stop(self, *, within_s: float) -> None:
+        """End the process, if it runs: by SIGTERM, and by SIGKILL when time is up."""
+        if self._process is not None:
+            end(self._process, within_s=within_s)
+
     def lines(self) -> list[str]:
-        """Return the lines that the process wrote since it was started."""
+        """Return the lines that the process wrote since it was started, or its log was rotated."""
         with self.log.open("rb") as file:
             is_whole = os.fstat(file.fileno()).st_size >= self._log_start  # and was not rotated
             file.seek(self._log_start if is_whole else 0)
@@ -186,6 +202,11 @@ def ended(code: int) -> str:
     return f"ended with exit code {code}"
 
 
+def of_module(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs a module with this Python."""
+    return [sys.executable, "-m", module, *arguments]
+
+
 def end(process: subprocess.Popen[bytes], *, within_s: float) -> None:
     """End a process that may run: by SIGTERM, and by SIGKILL when time is up."""
     if process.poll() is None:
@@ -195,20 +216,6 @@ def end(process: subprocess.Popen[bytes], *, within_s: float) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-class ShortLogs(RepeatingThread):
-    """Keeps logs short, in a thread of its own: whoever supervises the parts may wait for one."""
-
-    def __init__(self, logs: Sequence[Path]) -> None:
-        """Look at none yet; there may be more later."""
-        super().__init__("logs")
-        self._logs = logs
-
-    def _step(self) -> None:
-        for log in tuple(self._logs):
-            rotate(log)
-        self._stopping.wait(LOOK_S)
 
 
 def rotate(log: Path) -> None:

@@ -1,5 +1,7 @@
 """Asks the parts of a box whether they answer, so that one that hangs can be started again.
 
+Of Redis it also learns when a box that drains has nothing left to do.
+
 service   /livez answers with 200
 Redis     answers at all, be it with a refusal
 worker    its entry in the fleet is fresh: it renews it every two seconds, busy or not, from a
@@ -19,12 +21,15 @@ from typing import Final
 import httpx
 import redis
 
+from gradbox.protocol import JobState, OperationMode
 from gradbox_service.database.connection import connect
+from gradbox_service.fleet.operation import Operation
 from gradbox_service.fleet.workers import Fleet
+from gradbox_service.jobs import Records
 from gradbox_service.repeating_thread import RepeatingThread
+from gradbox_service.up.embedded_redis import NAME as REDIS
 
 SERVICE: Final = "service"
-REDIS: Final = "redis"
 LOOK_S: Final = 1.0
 ANSWER_S: Final = 5.0
 # After so long a silence a part is taken to hang. A worker's entry lives 8 s by itself, and its
@@ -37,7 +42,11 @@ START_S: Final = 60.0
 
 
 class Watchdog(RepeatingThread):
-    """Notes when each part last answered, once a second; whoever supervises them reads it."""
+    """Notes when each part last answered, once a second; whoever supervises them reads it.
+
+    Attributes:
+        drained: whether the box drains and nothing runs any more.
+    """
 
     def __init__(self, url: str, *, redis_url: str, workers: Sequence[str]) -> None:
         """Ask nobody yet.
@@ -53,6 +62,7 @@ class Watchdog(RepeatingThread):
         self._workers = list(workers)
         self._heard: dict[str, float] = {}
         self._num_unanswered: Counter[str] = Counter()  # in a row, by part
+        self.drained = False
 
     def watch(self, worker: str) -> None:
         """Watch one more worker, which is being started."""
@@ -85,11 +95,20 @@ class Watchdog(RepeatingThread):
         """Return which of Redis and the workers live, as far as Redis lets them say so."""
         try:
             self._connection.set("gradbox:watchdog", 1, px=int(LOOK_S * 1000))
+            self.drained = self._is_drained()
             return [REDIS, *(worker.name for worker in self._fleet.workers())]
+        except redis.BusyLoadingError:  # it reads its records, which takes what it takes
+            return [REDIS, *self._workers]
         except (redis.ConnectionError, redis.TimeoutError):
             return self._workers
         except redis.RedisError:  # it refuses, for one because the disk is full
             return [REDIS, *self._workers]
+
+    def _is_drained(self) -> bool:
+        if Operation(self._connection).read().mode is not OperationMode.DRAINING:
+            return False
+        active = Records(self._connection).active()
+        return not any(record.state is JobState.RUNNING for record in active)
 
     def _note(self, live: Set[str]) -> None:
         now = time.monotonic()
