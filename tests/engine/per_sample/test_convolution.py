@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gradbox_engine.per_sample import jacobian
 from gradbox_factors import Convolution, Geometry, convolution
 from tests.engine.per_sample import naive
-from tests.engine.per_sample.zoo import CASES, Written, build
+from tests.engine.per_sample.zoo import CASES, build
 
 Implementation = Callable[..., Tensor]
 IMPLEMENTATIONS = [convolution._grouped, convolution._unfolded]
@@ -51,21 +51,6 @@ def test_the_choice_depends_on_the_shapes_alone(
     left, right = torch.randn(1, 2, 1, channels, steps, steps), torch.randn(2, 1, 3, size, size)
     Convolution("w", (channels, 3, kernel, kernel), left, right, window).block()
     assert taken == [chosen]
-
-
-def test_gradients_at_one_position_may_have_any_stride() -> None:
-    """Those of the last layer's input lie with their channels last."""
-
-    def forward(m: Any, x: Tensor) -> Tensor:
-        z: Tensor = m.b(m.a(x).mT).flatten(1).sum(1, keepdim=True)
-        return z
-
-    layer = nn.ConvTranspose1d(4, 4, 2, padding=1, groups=2)
-    model = Written(forward, a=layer, b=nn.Linear(4, 3)).double()
-    inputs = {"0": torch.randn(3, 4, 2, dtype=torch.float64)}
-    expected = naive.flat(naive.jacobian(model, inputs))
-    found = naive.flat(jacobian(model, [inputs]).arrays)
-    assert naive.difference(found, expected) <= naive.TOLERANCE
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -47,6 +47,18 @@ def test_a_layer_that_mixes_samples_is_named(layer: object, mode: str) -> None:
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 
+def test_samples_that_a_sparse_matrix_mixes_are_refused() -> None:
+    def neighbours(m: Any, x: Tensor, to: Tensor) -> Tensor:
+        places = torch.stack([torch.arange(len(x)), to % len(x)])
+        return torch.sparse.mm(
+            torch.sparse_coo_tensor(places, x.new_ones(len(x)), (len(x),) * 2), m.a(x)
+        )
+
+    shard = {"x": torch.randn(5, 4), "to": torch.tensor([1, 2, 3, 4, 0])}
+    with pytest.raises(CoupledSamples):
+        jacobian(Written(neighbours, a=nn.Linear(4, 2)), [shard])
+
+
 def test_coupling_can_be_let_through_by_name_alone() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     result = jacobian(model, [_inputs()], mode="train", unchecked=["coupling", "self"])

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradbox_engine.per_sample import jacobian, per_sample_gradient
@@ -16,92 +14,10 @@ from tests.engine.per_sample import naive
 from tests.engine.per_sample.zoo import Written
 
 B, T = 5, 6
-Case = tuple[nn.Module, Tensor]
 
 
 def _p(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(shape) * 0.5)
-
-
-def _repeated(m: Any, x: Tensor) -> Tensor:
-    """Two heads that share their dim with the samples."""
-    heads = x.reshape(len(x) * 2, T // 2, 4)
-    scores = torch.bmm(heads, m.q.tanh().repeat(len(x), 1, 1).mT)
-    return scores.reshape(len(x), -1).tanh()
-
-
-def _tiled(m: Any, x: Tensor) -> Tensor:
-    return (x * m.q.tile(1, 3, 2)).sum(1)
-
-
-def _written_to(m: Any, x: Tensor) -> Tensor:
-    """The product is changed in place behind the call."""
-    scores = torch.einsum("btd,hsd->bhts", x, m.q.exp())
-    scores *= 0.5
-    return scores.flatten(1).tanh()
-
-
-def _heads_first(m: Any, x: Tensor) -> Tensor:
-    heads = x.reshape(len(x) * T, 2, 2).permute(1, 0, 2)
-    h = torch.baddbmm(m.b[:, None], heads, m.w)
-    return h.transpose(0, 1).reshape(len(x), -1).tanh()
-
-
-def _biased_attention(m: Any, x: Tensor) -> Tensor:
-    h = x.reshape(len(x), T, 2, 2).transpose(1, 2)
-    return F.scaled_dot_product_attention(h, h, h, attn_mask=m.table[m.at]).flatten(1)
-
-
-def _windows(m: Any, x: Tensor) -> Tensor:
-    """Shifted windows: their masks are repeated for every sample, and a learned bias is added."""
-    windows = x.reshape(len(x) * 2, 1, T // 2, 4)
-    masks = torch.tensor([0.0, -1.0]).to(x)[:, None, None, None].repeat(len(x), 1, 1, 1)
-    h = F.scaled_dot_product_attention(windows, windows, windows, attn_mask=masks * m.s + m.q)
-    return h.reshape(len(x), -1)
-
-
-def _gathered(m: Any, x: Tensor) -> Tensor:
-    """Each token's expert, whose weights are gathered."""
-    tokens = x.reshape(-1, 4)
-    experts = m.gate(tokens).argmax(1)
-    h = torch.bmm(m.w[experts], tokens[:, :, None]) + m.b[experts][:, :, None]
-    return h.reshape(len(x), -1).tanh()
-
-
-def _used_twice(m: Any, x: Tensor) -> Tensor:
-    """What is vectorised depends on its own parameter by its input as well."""
-    return m.a(m.l(m.a(x))).sum(1)
-
-
-def _masked(forward: Callable[..., Tensor]) -> nn.Module:
-    model = Written(forward, table=_p(4))
-    model.register_buffer("at", torch.randint(0, 4, (2, T, T)))
-    return model
-
-
-CASES: dict[str, Callable[[], nn.Module]] = {
-    "repeat": lambda: Written(_repeated, q=_p(2, 3, 4)),
-    "tile": lambda: Written(_tiled, q=_p(2, 2)),
-    "einsum": lambda: Written(_written_to, q=_p(2, 3, 4)),
-    "activation used twice": lambda: Written(_used_twice, a=nn.PReLU(), l=nn.Linear(4, 4)),
-    "baddbmm": lambda: Written(_heads_first, w=_p(2, 2, 3), b=_p(2, 3)),
-    "attention with a table of biases": lambda: _masked(_biased_attention),
-    "windows": lambda: Written(_windows, q=_p(1, T // 2, T // 2), s=_p(1)),
-    "gathered experts": lambda: Written(
-        _gathered, gate=nn.Linear(4, 3, bias=False), w=_p(3, 2, 4), b=_p(3, 2)
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_rows_are_those_of_one_backward_a_sample(name: str) -> None:
-    torch.manual_seed(0)
-    model = CASES[name]().double().to(DEVICE)
-    inputs = moved({"0": torch.randn(B, T, 4, dtype=torch.float64)})
-    expected = naive.jacobian(model, inputs)
-    result = jacobian(model, [inputs])
-    assert naive.difference(naive.flat(result.arrays), naive.flat(expected)) <= naive.TOLERANCE
-    assert not result.loops
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -36,33 +36,6 @@ def _x() -> dict[str, Tensor]:
     return {"0": torch.randn(6, 5, dtype=torch.float64)}
 
 
-def test_a_backward_pass_that_does_not_vectorise_runs_for_each_output() -> None:
-    torch.manual_seed(1)
-    model = Written(
-        lambda m, x: m.b(Watchful.apply(m.a(x)).tanh()).tanh(), a=nn.Linear(5, 4), b=nn.Linear(4, 3)
-    ).double()
-    assert _apart(model, _x()) <= naive.TOLERANCE
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_categories_in_a_column_of_floats_stay_categories(seed: int) -> None:
-    torch.manual_seed(seed)
-    model = Written(
-        lambda m, x: m.a(torch.cat([m.e(x[:, 0].long()), x[:, 1:]], 1)),
-        e=nn.Embedding(4, 3),
-        a=nn.Linear(5, 2),
-    ).double()
-    x = torch.cat([torch.randint(0, 4, (6, 1)), torch.randn(6, 2)], 1).double()
-    assert _apart(model, {"0": x}) <= naive.TOLERANCE
-
-
-def test_a_scripted_part() -> None:
-    torch.manual_seed(1)
-    scripted = torch.jit.script(nn.Sequential(nn.Linear(5, 3)).double())
-    model = Written(lambda m, x: m.a(x).tanh(), a=scripted)
-    assert _apart(model, _x()) <= naive.TOLERANCE
-
-
 @pytest.mark.parametrize("reduce", ["none", "norm", "gram", "vjp"])
 def test_rows_by_parameters_that_z_does_not_depend_on_are_zeros(reduce: Any) -> None:
     model = Written(lambda m, x: m.a(x), a=nn.Linear(5, 3), unused=nn.Linear(2, 2)).double()
@@ -81,14 +54,6 @@ def test_a_parameter_without_entries_has_rows_without_entries() -> None:
     found = jacobian(model, [_x()])
     assert found.arrays["tokens"].shape == (6, 3, 1, 0, 5)
     assert _apart(model, _x()) <= naive.TOLERANCE
-
-
-@pytest.mark.parametrize("length", [6, 7])
-def test_an_input_may_be_as_long_as_there_are_samples_by_chance(length: int) -> None:
-    model = Written(lambda m, x, shared: m.a(x @ shared.T), a=nn.Linear(length, 3)).double()
-    assert (
-        _apart(model, {**_x(), "1": torch.randn(length, 5, dtype=torch.float64)}) <= naive.TOLERANCE
-    )
 
 
 def test_a_complex_parameter_is_refused_by_name() -> None:

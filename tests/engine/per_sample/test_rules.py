@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
 
 from gradbox_engine.per_sample import jacobian, per_sample_gradient
 from tests.engine.per_sample import naive
-from tests.engine.per_sample.zoo import CASES, LOOPS, Written, build
+from tests.engine.per_sample.zoo import CASES, LOOPS, build
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -79,18 +78,6 @@ def test_of_a_loss_input_the_shard_s_own_rows_alone_go_to_the_device() -> None:
             model, shards, lambda z, classes: z.sum(1) + classes, loss_inputs={"classes": classes}
         )
     assert max(moved.rows) == 2  # a check takes one of them alone
-
-
-def test_reentrant_checkpointing_gives_what_plain_calls_give() -> None:
-    torch.manual_seed(0)
-    parts = {"a": nn.Linear(4, 3).double(), "b": nn.Linear(3, 2).double()}
-    plain = Written(lambda m, x: m.b(m.a(x).tanh()), **parts)
-    checked = Written(
-        lambda m, x: m.b(checkpoint(lambda y: m.a(y).tanh(), x, use_reentrant=True)), **parts
-    )
-    inputs = {"0": torch.randn(4, 4, dtype=torch.float64)}
-    found = naive.flat(jacobian(checked, [inputs]).arrays)
-    assert naive.difference(found, naive.flat(naive.jacobian(plain, inputs))) <= naive.TOLERANCE
 
 
 def test_a_wrong_row_is_told_from_a_right_one() -> None:

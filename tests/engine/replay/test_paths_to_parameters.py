@@ -14,7 +14,6 @@ from gradbox_engine import Group, ModelCallFailed, Objective, mixed_gradient, se
 from gradbox_engine.errors import CoupledSamples
 from gradbox_engine.per_sample import jacobian
 from tests.device import DEVICE
-from tests.engine.per_sample import naive as rows
 from tests.engine.per_sample.zoo import Written
 from tests.oracle import TOLERANCE, difference
 
@@ -143,32 +142,6 @@ def test_rows_of_a_table_that_counts_occurrences_are_refused():
     ).double()
     with pytest.raises(CoupledSamples, match="scale_grad_by_freq"):
         jacobian(model, _shards(3))
-
-
-@pytest.mark.parametrize("mode", ["sum", "mean"])
-def test_rows_of_a_bag_with_sparse_gradients(mode):
-    torch.manual_seed(0)
-    bag = nn.EmbeddingBag(2, 3, mode=mode, sparse=True)
-    model = Written(lambda m, x: m.e((x > 0).long()).sin(), e=bag).double()
-    expected = rows.flat(rows.jacobian(model, _shards(3)[0]))
-    found = jacobian(model, _shards(3))
-    assert rows.difference(rows.flat(found.arrays), expected) <= rows.TOLERANCE
-    assert bag.sparse
-
-
-def test_rows_of_a_model_that_differentiates_by_function_transforms():
-    torch.manual_seed(0)
-    weight = nn.Parameter(torch.randn(5, 5, dtype=torch.float64))
-
-    def forward(m: Any, x: Tensor) -> Tensor:
-        force = torch.func.vmap(torch.func.grad(lambda h: (h @ m.w).sin().sum()))(x)
-        assert isinstance(force, Tensor)
-        return force
-
-    model = Written(forward, w=weight)
-    expected = rows.flat(rows.jacobian(model, _shards(3)[0]))
-    found = jacobian(model, _shards(3))
-    assert rows.difference(rows.flat(found.arrays), expected) <= rows.TOLERANCE
 
 
 def test_a_mixed_gradient_through_gradients_that_are_clipped_on_their_way():
