@@ -145,39 +145,6 @@ def test_weights_may_be_not_a_number():
     assert result.loss == 0
 
 
-class _Energy(nn.Module):
-    """Its z are forces, taken by a backward pass inside, which leaves gradients everywhere."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.energy = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-        self.norm = nn.BatchNorm1d(5).double()
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += int(x[0, 0] > 0)
-        return self.norm(self.forces(x.detach().requires_grad_()))
-
-    def forces(self, x: Tensor) -> Tensor:
-        self.energy(x).sum().backward(create_graph=True)
-        assert x.grad is not None
-        return x.grad
-
-
-class _EnergyByGrad(_Energy):
-    def forces(self, x: Tensor) -> Tensor:
-        return torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
-
-
-@pytest.mark.filterwarnings("ignore:Using backward")
-@pytest.mark.parametrize("retain", [0, PLENTY])
-def test_what_a_model_leaves_in_grad_is_no_part_of_the_gradient(retain):
-    expected = _job(_EnergyByGrad(), retain=retain)
-    result = _job(_Energy(), retain=retain)
-    assert difference(result.grads, expected.grads) <= TOLERANCE
-
-
 class _Noise(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

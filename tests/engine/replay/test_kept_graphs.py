@@ -17,8 +17,7 @@ from tests.cases import CASES, Case
 from tests.device import DEVICE, same_bits
 from tests.engine.model.test_restore import _assert_unchanged, _state
 from tests.engine.replay.halves import Halves, first_half
-from tests.engine.replay.test_checkpointing import _Checkpointed
-from tests.engine.replay.test_inner_differentiation import _ByAutograd, _ByFunc
+from tests.engine.replay.odd_models import Blocks, ByAutograd, ByFunc
 from tests.oracle import TOLERANCE, difference, naive
 
 PLENTY = 10**9
@@ -91,21 +90,20 @@ def test_under_all_terms(terms: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_models(reentrant: bool) -> None:
-    case = replace(CASES["mlp"](), groups={"z": _rows(3, 4, features=4)})
+    case = replace(CASES["mlp"](), groups={"z": _rows(3, 4)})
     none, some = (
-        first_half(case, _Checkpointed(reentrant=reentrant), retain=retain)
-        for retain in (0, PLENTY)
+        first_half(case, Blocks(reentrant=reentrant), retain=retain) for retain in (0, PLENTY)
     )
     assert some.kept.num_kept == 2
     assert_same(some.gradient(), none.gradient())
 
 
 @pytest.mark.parametrize("retain", [3000, PLENTY])
-@pytest.mark.parametrize("kind", [_ByAutograd, _ByFunc])
+@pytest.mark.parametrize("kind", [ByAutograd, ByFunc])
 def test_models_that_differentiate_in_their_forward_pass(kind: Any, retain: int) -> None:
     case = CASES["mlp"]()
     none, some = first_half(case, kind()), first_half(case, kind(), retain=retain)
-    if kind is _ByFunc:  # which does not let its saved tensors be measured
+    if kind is ByFunc:  # which does not let its saved tensors be measured
         assert some.first.kept is None
     assert_same(some.gradient(), none.gradient())
 

@@ -13,7 +13,6 @@ from gradbox_engine.replay.saved_tensors import SavedTensors
 from tests.cases import CASES
 from tests.device import REPLAYED, same_bits
 from tests.engine.replay.running import answer
-from tests.oracle import TOLERANCE, difference
 
 PLENTY = 10**9
 
@@ -89,49 +88,6 @@ def test_an_exhausted_budget_admits_nothing():
     budget.exhaust()
     assert not budget.has_room()
     assert not budget.admit(1)
-
-
-class _LateScale(nn.Module):
-    """Multiplies by a buffer that changes from some call on, unseen by version counters."""
-
-    scale: Tensor
-    calls: Tensor
-
-    def __init__(self, first: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = nn.Linear(4, 3).double()
-        self.norm = nn.BatchNorm1d(3).double()
-        self.register_buffer("scale", torch.ones(3, dtype=torch.float64))
-        self.first = first
-
-    def forward(self, x: Tensor) -> Tensor:
-        if int(self.norm.num_batches_tracked) >= self.first:
-            self.scale.data.mul_(0.5)
-        return self.norm(self.linear(x)) * self.scale
-
-
-@pytest.mark.parametrize("first", [0, 1, 3, 5])
-def test_graphs_that_read_a_buffer_find_it_as_their_shard_left_it(first):
-    generator = torch.Generator().manual_seed(3)
-    shards = [torch.randn(5, 4, generator=generator, dtype=torch.float64) for _ in range(6)]
-    naive = _LateScale(first)
-    for x in shards:  # each graph used at once, before the buffer changes
-        naive(x).pow(3).sum().backward()
-    results = [
-        set_gradient(
-            _LateScale(first),
-            [Group("z", [{"0": x} for x in shards])],
-            Objective(lambda z: z.pow(3).sum()),
-            mode="train",
-            retain=retain,
-        )
-        for retain in (0, PLENTY)
-    ]
-    expected = {name: p.grad for name, p in naive.named_parameters()}
-    for result in results:
-        assert difference(result.grads, expected) <= TOLERANCE
-    assert all(torch.equal(results[0].grads[n], results[1].grads[n]) for n in expected)
 
 
 class _Overflowing(torch.autograd.Function):
