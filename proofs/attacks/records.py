@@ -42,14 +42,14 @@ def _bad_record(target: Target, spoil: Callable[[dict[str, Any]], bytes]) -> Non
         record = json.loads(_bytes(store.get(f"gradbox:job:{good}")))
         record |= {"id": JOB, "state": "queued"}
         store.set(f"gradbox:job:{JOB}", spoil(record))
-        store.zadd("gradbox:active", {JOB: time.time()})
+        store.zadd("gradbox:active:ann", {JOB: time.time()})
         store.zadd("gradbox:owner:ann", {JOB: time.time()})
         own.still_works(within_s=WITHIN_S)
         assert own.ann.get("/v1/jobs").status_code == 200
         assert own.ann.get(f"/v1/jobs/{JOB}").status_code in (200, 404)
         assert own.ann.get("/readyz").status_code == 200
         give_up = time.monotonic() + WITHIN_S
-        while store.zscore("gradbox:active", JOB) is not None:
+        while store.zscore("gradbox:active:ann", JOB) is not None:
             assert time.monotonic() < give_up, "the bad record is still among the active jobs"
             time.sleep(0.1)
 

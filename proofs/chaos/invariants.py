@@ -168,7 +168,7 @@ def _idle_keys(connection: redis.Redis, jobs: Mapping[str, Any]) -> list[str]:
             found.append(f"the key {key} of a job that nobody has")
         elif key.startswith(("gradbox:lease:", "rq:job:", "rq:execution")) and forever:
             found.append(f"the key {key}, which no running job needs")
-        elif key in ("gradbox:active", "gradbox:order") and connection.zcard(key):
+        elif key.startswith("gradbox:active:") and connection.zcard(key):
             found.append(f"{connection.zcard(key)} jobs in {key}")
         elif connection.type(key) == b"list" and connection.llen(key):
             found.append(f"{connection.llen(key)} turns in {key}")

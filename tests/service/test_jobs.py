@@ -200,7 +200,7 @@ def test_a_box_is_ready_once_a_worker_has_described_its_models(box: Box) -> None
     assert box.client.get("/livez").status_code == 200
 
 
-@pytest.mark.parametrize("thread", ["dispatcher", "cleaner", "hub"])
+@pytest.mark.parametrize("thread", ["dispatcher", "cleaner"])
 def test_a_service_without_one_of_its_threads_is_not_ready(
     backing: Backing, tmp_path: Path, thread: str
 ) -> None:

@@ -59,9 +59,9 @@ def test_a_key_is_free_again_once_its_job_is_forgotten(records: Records) -> None
     records.update("one", partial(JobRecord.request_cancel, now_s=9.0))
     records.forget("one")
     other = a_record("two", spec_digest="e" * 64)
-    assert records.create(other, spec=a_spec(), idempotency_key="k") == other
+    assert records.create(other, spec=a_spec(), idempotency_key="k").id == "two"
     again = replace(other, id="three")
-    assert records.create(again, spec=a_spec(), idempotency_key="k") == other
+    assert records.create(again, spec=a_spec(), idempotency_key="k").id == "two"
 
 
 def test_specs_are_counted_while_their_jobs_wait_or_run(records: Records) -> None:
@@ -102,7 +102,7 @@ def test_redis_holds_nothing_of_a_forgotten_job_but_its_owner_and_use(
 def test_keys_of_two_owners_do_not_meet(records: Records) -> None:
     records.create(a_record("one"), spec=a_spec(), idempotency_key="k")
     other = a_record("two", owner="bob", spec_digest="e")
-    assert records.create(other, spec=a_spec(), idempotency_key="k") == other
+    assert records.create(other, spec=a_spec(), idempotency_key="k").id == "two"
 
 
 def test_twenty_creations_at_once_under_one_key_make_one_job(records: Records) -> None:
@@ -300,8 +300,6 @@ def test_places_are_kept_and_told_to_those_who_follow(records: Records) -> None:
     assert view.seconds_left == pytest.approx(35.0, abs=5.1)
     assert view.hold == "paused by root"
     assert len(records.events("b")) == 1
-    begin(records, "b")
-    assert records.positions() == {"a": last}
     records.set_positions({})
     assert records.positions() == {}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from gradbox.errors import BlobRejected, BlobTooLarge, BoxDraining, GradboxError, UnknownModel
 from gradbox.protocol import (
@@ -13,6 +13,7 @@ from gradbox.protocol import (
     JobSpec,
     ModelView,
     OperationMode,
+    OperationView,
     parse_posted,
     spec_digest,
 )
@@ -30,8 +31,10 @@ from gradbox_service.admission.limits import (
 from gradbox_service.admission.quota import Quota
 from gradbox_service.backing import Backing
 from gradbox_service.cleaning.under_way import UnderWay
+from gradbox_service.fleet import WorkerPresence
 from gradbox_service.identity.tokens import TokenInfo
 from gradbox_service.jobs import JobRecord
+from gradbox_service.queue.dispatch import Dispatcher
 from gradbox_service.settings import Settings
 
 
@@ -85,6 +88,7 @@ def post(
     idempotency_key: str | None,
     traceparent: str | None = None,
     box: Backing,
+    dispatcher: Dispatcher,
     quota: Quota,
     under_way: UnderWay,
     settings: Settings,
@@ -96,6 +100,7 @@ def post(
 
     Args:
         blobs: those that came with the job, by the digests that they are said to have.
+        dispatcher: may have the job handed out by the write that creates it.
         traceparent: the parent of the job's spans.
 
     Raises:
@@ -114,11 +119,14 @@ def post(
     spec, forward = _completed(posted, owner=caller.name, box=box)
     digest = spec_digest(spec)
     try:
-        _check_box(spec, owner=caller.name, box=box, quota=quota, settings=settings)
+        operation = _check_box(spec, owner=caller.name, box=box, quota=quota, settings=settings)
         sent = blobs or {}
         take_blobs(sent, owner=caller.name, box=box, quota=quota, settings=settings)
         with under_way.posting(caller.name):
-            model = _admitted(spec, posted, forward, sent=sent, owner=caller.name, box=box)
+            workers = box.fleet.workers()
+            model = _admitted(
+                spec, posted, forward, sent=sent, owner=caller.name, workers=workers, box=box
+            )
             record = JobRecord(
                 id=uuid.uuid4().hex,
                 owner=caller.name,
@@ -133,7 +141,19 @@ def post(
                 max_attempts=settings.max_attempts,
                 traceparent=traceparent,
             )
-            return box.records.create(record, spec=spec, idempotency_key=idempotency_key)
+            is_fed = dispatcher.hands_out(record, workers=workers, hold=operation.hold)
+            created = None
+            try:
+                created = box.records.create(
+                    record,
+                    spec=spec,
+                    idempotency_key=idempotency_key,
+                    turns=box.turns if is_fed else None,
+                )
+                return created
+            finally:
+                if is_fed and (created is None or created.id != record.id):
+                    dispatcher.not_created(record)
     except GradboxError:
         if idempotency_key is None:
             raise
@@ -147,8 +167,8 @@ def post(
 
 def _check_box(
     spec: JobSpec, *, owner: str, box: Backing, quota: Quota, settings: Settings
-) -> None:
-    """Check that the box takes another job of the owner."""
+) -> OperationView:
+    """Check that the box takes another job of the owner, and return whether it hands jobs out."""
     operation = box.operation.read()
     if operation.mode is OperationMode.DRAINING:
         raise BoxDraining(
@@ -160,6 +180,7 @@ def _check_box(
     check_leaves_room(owner, memory=memory, records=box.records)
     quota.check(spec, owner=owner)
     check_queue(box.records.num_active(owner), settings=settings)
+    return operation
 
 
 def _admitted(
@@ -169,12 +190,13 @@ def _admitted(
     *,
     sent: Mapping[str, bytes],
     owner: str,
+    workers: Sequence[WorkerPresence],
     box: Backing,
 ) -> ModelView:
     """Return the model that the job will run on."""
     own = OwnBlobs(owner, blobs=box.blobs, owners=box.owners, sent=sent)
     try:
-        model = admit(spec, workers=box.fleet.workers(), fleet=box.fleet, blobs=own)
+        model = admit(spec, workers=workers, fleet=box.fleet, blobs=own)
     except UnknownModel as error:
         if forward is None:
             raise

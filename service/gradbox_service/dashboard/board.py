@@ -1,7 +1,7 @@
 """Draws the picture of the box: when something changed, and only while somebody looks.
 
 All who look share one picture, and so one set of reads: the first who wants a newer one draws it.
-What changed is learnt from the one reader of the box's events (`http.event_hub`), which tells
+What changed is learnt from the one reader of the box's changes (`http.event_hub`), which tells
 `Board.note`. Only records that changed are read again, and everything every few seconds, for what
 no event says: a worker that fell silent, an event that was lost while Redis was away.
 """
@@ -118,6 +118,11 @@ class Board:
         self._drawing = asyncio.Lock()
         self._viewers: set[asyncio.Event] = set()
         self._closed = False
+
+    @property
+    def watched(self) -> bool:
+        """Whether anybody looks."""
+        return bool(self._viewers)
 
     def note(self, changes: Collection[Change]) -> None:
         """Hear what changed. Cheap while nobody looks."""

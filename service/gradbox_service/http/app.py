@@ -24,7 +24,6 @@ from gradbox_service.http.bodies import Bodies, SmallBodies
 from gradbox_service.http.event_hub import Hub
 from gradbox_service.http.routes import blobs, box, jobs, losses, models, probes, results, session
 from gradbox_service.queue.dispatch import Dispatcher
-from gradbox_service.queue.following import PassedChanges
 from gradbox_service.settings import Settings
 from gradbox_service.store.files import make_folder
 from gradbox_service.watching.metrics import Metrics
@@ -80,10 +79,10 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
     backing = backing or Backing.on_redis(settings)
     app.state.settings = settings
     app.state.backing = backing
-    app.state.board = Board(backing)
-    passed = PassedChanges()
-    app.state.note_posted = passed.note_posted
-    app.state.hub = Hub(backing.records, on_changes=app.state.board.note, pass_on=passed.pass_on)
+    app.state.board = board = Board(backing)
+    app.state.hub = hub = Hub(
+        backing.records, on_changes=board.note, anybody_else=lambda: board.watched
+    )
     app.state.streams = open_streams(settings)
     app.state.transfers = open_transfers(settings)
     app.state.metrics = Metrics()
@@ -91,7 +90,7 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
         backing,
         half_life_s=settings.share_half_life_s,
         ended=app.state.metrics.job_ended,
-        changes=passed.changes,
+        heard=hub.hear,
     )
     app.state.metrics.registry.register(
         BoxCollector(backing, app.state.dispatcher, clock=time.time)
@@ -145,6 +144,5 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         cleaner.close()
         with suppress(redis.RedisError):  # without it both end at their next look
             await anyio.to_thread.run_sync(box.records.wake)
-        await anyio.to_thread.run_sync(hub.join)
         await anyio.to_thread.run_sync(dispatcher.join)
         await anyio.to_thread.run_sync(cleaner.join)

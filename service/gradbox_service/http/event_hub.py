@@ -1,10 +1,8 @@
-"""Events for any number of listeners with one blocking reader a process.
+"""What becomes of jobs, for any number of listeners and of those who wait for an end.
 
-The reader waits on the records' stream of changes, which says that a job has something new, and
-wakes that job's listeners; each then reads its job's own stream behind the last event it sent. So a
-listener misses nothing and sends nothing twice, however often it is woken, and many listeners take
-one Redis connection, not one each. Those who wait for a job's end alone get the record that its
-change carries. The reader also passes on all changes to the dispatcher.
+The process's one reader of the stream of changes, the dispatcher, hands over all that it reads
+(`Hub.hear`); who listens to a job gets its changes as events, and who waits for its end the record
+that the last one carries. So many listeners take one Redis connection, not one each.
 """
 
 from __future__ import annotations
@@ -14,78 +12,113 @@ import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field
+from functools import partial
 
 import anyio.to_thread
 import redis
 
 from gradbox.protocol import JobState
 from gradbox_service.jobs import Change, Event, JobRecord, Records
-from gradbox_service.repeating_thread import RepeatingThread
+from gradbox_service.jobs.changes import parse_id
 
 log = logging.getLogger(__name__)
 
-# The reader looks up from its wait this often, to see whether it is to stop.
-WAIT_S = 0.25
 # A listener reads on its own after this long: what no change said while Redis was away.
 REREAD_S = 5.0
 # Jobs whose end is remembered, for those who were about to wait for it.
 MAX_ENDS = 1000
 
-# By the id of a job: an event for each of those who wait for something new about it.
-Waiters = dict[str, set[asyncio.Event]]
+
+@dataclass(eq=False)
+class Watcher:
+    """One who listens to a job, or waits for its end alone.
+
+    Attributes:
+        changes: those not taken yet; None once they have to be read.
+    """
+
+    ends_alone: bool
+    woken: asyncio.Event = field(default_factory=asyncio.Event)
+    changes: list[Change] | None = field(default_factory=list)
+
+    def take(self) -> list[Change] | None:
+        taken, self.changes = self.changes, []
+        return taken
+
+    async def wait(self, *, within_s: float) -> None:
+        """Wait for a change, at most for this time."""
+        timer = asyncio.get_running_loop().call_later(within_s, self.woken.set)
+        try:
+            await self.woken.wait()
+        finally:
+            timer.cancel()
+        self.woken.clear()
 
 
-class Hub(RepeatingThread):
-    """Reads which jobs have new events, and wakes their listeners."""
+class Hub:
+    """Wakes those who listen; its methods belong to the event loop, but for `hear`."""
 
     def __init__(
         self,
         records: Records,
         *,
         on_changes: Callable[[Collection[Change]], None] = lambda _: None,
-        pass_on: Callable[[str, Sequence[Change]], None] = lambda _cursor, _changes: None,
+        anybody_else: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Read nothing yet.
+        """Know of no listener yet.
 
         Args:
             on_changes: called with all changes, in the event loop.
-            pass_on: called with the same and the cursor behind them, in the reader's thread.
+            anybody_else: whether to call it also where nobody listens to a job.
         """
-        super().__init__("event reader", failed_pause_s=WAIT_S)
         self._records = records
         self._on_changes = on_changes
-        self._pass_on = pass_on
-        self._listeners: Waiters = {}
-        self._waiting: Waiters = {}  # for the end alone
+        self._anybody_else = anybody_else
+        self._listeners: dict[str, set[Watcher]] = {}  # by the id of their job
         # Of jobs that ended lately, the newest last: the record, where it is known.
         self._ends: OrderedDict[str, JobRecord | None] = OrderedDict()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._cursor: str | None = None
+        self._closed = False
 
     def start(self) -> None:
-        """Begin to read; call it in the event loop that the listeners run in."""
+        """Begin to wake listeners; call it in the event loop that they run in."""
         self._loop = asyncio.get_running_loop()
-        super().start()
 
     def close(self) -> None:
-        """End every listener and the reader. May be called twice."""
-        super().close()
-        for waiters in (self._listeners, self._waiting):
-            _wake(waiters, list(waiters))
+        """End every listener. May be called twice."""
+        self._closed = True
+        self._wake(list(self._listeners))
+
+    def hear(self, changes: Sequence[Change]) -> None:
+        """Hear what changed, in the reader's thread."""
+        # First the ends, then who waits for them: who comes in between finds the end.
+        self._ends.update({change.job_id: change.record for change in changes if change.final})
+        while len(self._ends) > MAX_ENDS:
+            self._ends.popitem(last=False)
+        listened = self._anybody_else() or any(
+            change.job_id in self._listeners or change.kind == "missed" for change in changes
+        )
+        if listened and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._spread, changes)
 
     async def listen(self, job_id: str, *, after: str | None) -> AsyncIterator[Event]:
         """Yield the job's events behind `after`; end after the final one, or on `close`."""
-        with _registered(self._listeners, job_id) as woken:
-            while not self._stopping.is_set():
-                woken.clear()
-                ended, events = await anyio.to_thread.run_sync(self._news, job_id, after)
+        with self._registered(job_id) as watcher:
+            watcher.changes = None
+            while not self._closed:
+                changes, ended = watcher.take(), False
+                events: Sequence[Event | None] = [change.event for change in changes or ()]
+                if not events or None in events:
+                    read = partial(self._read, job_id, after, looks=changes == [])
+                    ended, events = await anyio.to_thread.run_sync(read)
                 for event in events:
-                    yield event
-                    after = event.id
-                if ended or any(event.final for event in events):
+                    if event is not None and parse_id(event.id) > parse_id(after):
+                        yield event
+                        after, ended = event.id, ended or event.final
+                if ended:
                     return
-                await _wait(woken, within_s=REREAD_S)
+                await watcher.wait(within_s=REREAD_S)
 
     async def ended(
         self, record: JobRecord, *, within_s: float, gone: asyncio.Future[None]
@@ -99,10 +132,10 @@ class Hub(RepeatingThread):
         """
         clock = asyncio.get_running_loop().time
         until_s = clock() + within_s
-        with _registered(self._waiting, record.id) as woken:
-            gone.add_done_callback(lambda _: woken.set())
+        with self._registered(record.id, ends_alone=True) as watcher:
+            gone.add_done_callback(lambda _: watcher.woken.set())
             has_news = record.id in self._ends
-            while not (self._stopping.is_set() or gone.done()):
+            while not (self._closed or gone.done()):
                 if has_news:
                     record = self._ends.get(record.id) or await self._read_again(record)
                     if record.state.final:
@@ -110,8 +143,7 @@ class Hub(RepeatingThread):
                 left_s = until_s - clock()
                 if left_s <= 0.0:
                     break
-                await _wait(woken, within_s=min(left_s, REREAD_S))
-                woken.clear()
+                await watcher.wait(within_s=min(left_s, REREAD_S))
                 has_news = True  # or may have: nobody is woken while Redis is away
         return await self._read_again(record)
 
@@ -126,80 +158,52 @@ class Hub(RepeatingThread):
             log.warning("job %s cannot be read (%s); trying again", record.id, error)
             return record
 
-    def _news(self, job_id: str, after: str | None) -> tuple[bool, Collection[Event]]:
-        """Return whether nothing will follow, and the events behind `after`."""
+    def _read(
+        self, job_id: str, after: str | None, *, looks: bool
+    ) -> tuple[bool, Sequence[Event | None]]:
+        """Return whether nothing will follow, and the events behind `after`.
+
+        Args:
+            looks: whether to read events only where the job has ended: there was nothing new.
+        """
         try:
             # In this order: a job that has ended has written its last event.
             record = self._records.get(job_id)
             if record is not None and record.state is JobState.QUEUED:
                 self._records.follow([job_id])
-            return record is None or record.state.final, self._records.events(job_id, after=after)
+            ended = record is None or record.state.final
+            events = self._records.events(job_id, after=after) if ended or not looks else ()
+            return ended, events
         except redis.RedisError as error:
             log.warning("events of job %s cannot be read (%s); trying again", job_id, error)
             return False, ()
 
-    def _step(self) -> None:
-        cursor, self._cursor = self._cursor, None  # after a bad entry, read from now on
-        try:
-            self._cursor, changes = self._records.changes(cursor, wait_s=WAIT_S)
-            if cursor is None:
-                changes = [Change("", "missed")]  # whatever was before
-            changes = self._with_awaited_ends(changes)
-        except redis.RedisError as error:
-            self._cursor = cursor
-            log.warning("the events of the box cannot be read (%s); trying again", error)
-            self._stopping.wait(WAIT_S)
-            return
-        if changes:
-            self._pass_on(self._cursor, changes)
-            if self._loop is not None and not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._spread, changes)
-
-    def _with_awaited_ends(self, changes: Sequence[Change]) -> Sequence[Change]:
-        """Read the records, where no change carried them, of ends that somebody waits for."""
-        untold = [c.job_id for c in changes if c.final and c.record is None]
-        awaited = [job_id for job_id in untold if job_id in self._waiting]
-        if not awaited:
-            return changes
-        records = {record.id: record for record in self._records.many(awaited)}
-        return [
-            replace(c, record=records[c.job_id]) if c.final and c.job_id in records else c
-            for c in changes
-        ]
-
     def _spread(self, changes: Collection[Change]) -> None:
-        ended = [change.job_id for change in changes if change.final]
-        self._ends.update({change.job_id: change.record for change in changes if change.final})
-        while len(self._ends) > MAX_ENDS:
-            self._ends.popitem(last=False)
-        _wake(self._listeners, {change.job_id for change in changes})
-        _wake(self._waiting, ended)
+        for change in changes:
+            if change.kind == "missed":
+                for watcher in (each for some in self._listeners.values() for each in some):
+                    watcher.changes = None
+                self._wake(list(self._listeners))
+            for watcher in self._listeners.get(change.job_id, ()):
+                if watcher.changes is not None and not watcher.ends_alone:
+                    watcher.changes.append(change)
+        self._wake({change.job_id for change in changes if not change.final}, ends_alone=False)
+        self._wake({change.job_id for change in changes if change.final})
         self._on_changes(changes)
 
+    def _wake(self, job_ids: Collection[str], *, ends_alone: bool = True) -> None:
+        for job_id in job_ids:
+            for watcher in self._listeners.get(job_id, ()):
+                if ends_alone or not watcher.ends_alone:
+                    watcher.woken.set()
 
-@contextmanager
-def _registered(waiters: Waiters, job_id: str) -> Iterator[asyncio.Event]:
-    """Give an event that is set when those who wait for the job are woken."""
-    woken = asyncio.Event()
-    waiters.setdefault(job_id, set()).add(woken)
-    try:
-        yield woken
-    finally:
-        waiters[job_id].discard(woken)
-        if not waiters[job_id]:
-            del waiters[job_id]
-
-
-def _wake(waiters: Waiters, job_ids: Collection[str]) -> None:
-    for job_id in job_ids:
-        for woken in waiters.get(job_id, ()):
-            woken.set()
-
-
-async def _wait(woken: asyncio.Event, *, within_s: float) -> None:
-    """Wait for an event, which is set at the latest when this time is over."""
-    timer = asyncio.get_running_loop().call_later(within_s, woken.set)
-    try:
-        await woken.wait()
-    finally:
-        timer.cancel()
+    @contextmanager
+    def _registered(self, job_id: str, *, ends_alone: bool = False) -> Iterator[Watcher]:
+        watcher = Watcher(ends_alone)
+        self._listeners.setdefault(job_id, set()).add(watcher)
+        try:
+            yield watcher
+        finally:
+            self._listeners[job_id].discard(watcher)
+            if not self._listeners[job_id]:
+                del self._listeners[job_id]

@@ -1,8 +1,8 @@
 """What a change of a job's record says, and how it is written to Redis.
 
-A change writes record, indices, sums, use, the event for those who watch the job, and one entry in
-the stream of all changes. Each function that takes a pipeline appends commands to it; its caller
-sends them as a transaction. `event_in` and `change_in` read the entries of the two streams back.
+A change writes record, indices, sums, use, and one entry in the stream of all changes, which those
+who watch the job hear of as its event. Each function that takes a pipeline appends commands to it;
+its caller sends them as a transaction. `change_in` reads an entry of the stream back.
 """
 
 from __future__ import annotations
@@ -28,17 +28,12 @@ log = logging.getLogger(__name__)
 # The id and the fields of a stream's entry.
 Entry = tuple[bytes, dict[bytes, bytes]]
 
-ACTIVE = "gradbox:active"
-ENDED = "gradbox:ended"
 POSITIONS = "gradbox:places"
 FOLLOWED = "gradbox:followed"
 OWNERS = "gradbox:owners"
-POSTED = "gradbox:posted"
 CHANGES = "gradbox:changes"
 RESULT_BYTES = "gradbox:result-bytes"
-# A job's stream keeps about this many events. A reader that missed older ones misses nothing: the
-# newest state is always among the kept.
-MAX_EVENTS = 1000
+# The stream keeps about this many changes. A reader that missed older ones reads the records.
 MAX_CHANGES = 10_000
 # A change carries no larger record: the stream is to stay within a few MB.
 MAX_CARRIED_BYTES = 2048
@@ -46,7 +41,7 @@ MAX_CARRIED_BYTES = 2048
 
 @dataclass(frozen=True)
 class Event:
-    """One entry of a job's stream.
+    """What those who watch a job hear of a change.
 
     Attributes:
         id: grows along the stream; `after=id` reads on behind it.
@@ -63,10 +58,10 @@ class Event:
 
 @dataclass(frozen=True)
 class Change:
-    """Says that something about a job is new; what it is, the job's own stream says.
+    """Says that something about a job is new.
 
-    `final` is set where the job has ended. `record` is how the change left the job's record; None
-    where it has to be read: it was large, or an earlier version of gradbox made the change.
+    `final` is set where the job has ended. `record` is how the change left the job's record, or the
+    one that has a new `position` in the queue; None where it has to be read: it was large.
 
     Three are about no job: `worker`, that one announced something, `wake`, which ends every wait,
     and `missed`, that changes were trimmed before this reader came to them.
@@ -76,6 +71,29 @@ class Change:
     kind: Literal["state", "progress", "position", "worker", "wake", "missed"]
     final: bool = False
     record: JobRecord | None = None
+    id: str = ""
+    progress: str = ""
+    position: QueuePosition | None = None
+
+    @property
+    def begins(self) -> bool:
+        """Whether this is the job's first change."""
+        first = (JobState.QUEUED, 0)
+        of = self.record
+        return self.kind == "state" and of is not None and (of.state, of.attempt) == first
+
+    @property
+    def event(self) -> Event | None:
+        """What those who watch the job hear; None where its record has to be read."""
+        if self.kind == "progress":
+            return Event(self.id, "progress", self.progress)
+        return None if self.record is None else state_event(self.id, self.record, self.position)
+
+
+def state_event(event_id: str, record: JobRecord, position: QueuePosition | None = None) -> Event:
+    """Return the event of a job's state."""
+    view = record.view(waits_at=position)
+    return Event(event_id, "state", view.model_dump_json(), record.state.final)
 
 
 def write(pipe: Pipeline, before: JobRecord | None, after: JobRecord) -> None:
@@ -88,12 +106,12 @@ def write(pipe: Pipeline, before: JobRecord | None, after: JobRecord) -> None:
     charge = charge_of(before, after, now_s=time.time())
     if charge is not None:
         usage.write(pipe, charge)
-    event = event_of(before, after)
-    if event is None:
+    if before is not None and before.state.final:
+        return  # a result may be deleted then; the final state is said once, and comes last
+    if before is not None and replace(before, progress=after.progress) == after and after.progress:
+        append_change(pipe, after.id, "progress", data=after.progress.model_dump_json())
         return
-    append_event(pipe, after.id, event)
-    is_carried = event.kind == "state" and len(text) <= MAX_CARRIED_BYTES
-    append_change(pipe, after.id, event.kind, final=event.final, record=text if is_carried else b"")
+    append_change(pipe, after.id, "state", final=after.state.final, record=text)
 
 
 def _index(pipe: Pipeline, before: JobRecord | None, after: JobRecord) -> None:
@@ -101,34 +119,22 @@ def _index(pipe: Pipeline, before: JobRecord | None, after: JobRecord) -> None:
     index = index_key(after.owner, after.state)
     # Where a damaged record is replaced, nobody knows the former state; it was none of the final.
     former = index_key(after.owner, JobState.QUEUED if before is None else before.state)
-    if index != former:
+    if index != former and former is not None:
         pipe.zrem(former, after.id)
-    if index != former or before is None:
+    if index is not None and (index != former or before is None):
         pipe.zadd(index, {after.id: after.created_s})
-    if after.state.final:
-        pipe.zrem(ACTIVE, after.id)
-        pipe.zadd(ENDED, {after.id: after.finished_s or after.created_s})
-        if before is not None and not after.spec_is_read:
-            pipe.delete(spec_key(after.id))
-    elif before is None:
-        pipe.zadd(ACTIVE, {after.id: after.created_s})
-    if after.state is not JobState.QUEUED and (before is None or before.state is JobState.QUEUED):
-        pipe.hdel(POSITIONS, after.id)
+    if after.state.final and before is not None and not after.spec_is_read:
+        pipe.delete(spec_key(after.id))
 
 
-def erase(pipe: Pipeline, record: JobRecord, *, posted: bytes | None) -> None:
-    """Remove all that is stored of a job.
-
-    Args:
-        posted: the key of Redis that stands for its idempotency key.
-    """
-    pipe.delete(job_key(record.id), spec_key(record.id), events_key(record.id))
-    if posted is not None:
-        pipe.delete(posted)
-    pipe.hdel(POSITIONS, record.id)
-    pipe.hdel(POSTED, record.id)
-    for index in (ACTIVE, ENDED, owner_key(record.owner), index_key(record.owner, record.state)):
-        pipe.zrem(index, record.id)
+def erase(pipe: Pipeline, record: JobRecord) -> None:
+    """Remove all that is stored of a job."""
+    pipe.delete(job_key(record.id), spec_key(record.id))
+    if record.idempotency_key:
+        pipe.delete(posted_key(record.owner, record.idempotency_key))
+    for index in (owner_key(record.owner), index_key(record.owner, record.state)):
+        if index is not None:
+            pipe.zrem(index, record.id)
     count_result(pipe, record.owner, -record.result_bytes)
 
 
@@ -148,51 +154,36 @@ def set_positions(
             POSITIONS, mapping={job_id: found.to_json() for job_id, found in positions.items()}
         )
     for record in publish:
-        append_event(pipe, record.id, state_event(record, waits_at=positions[record.id]))
-        append_change(pipe, record.id, "position")
-
-
-def append_event(pipe: Pipeline, job_id: str, event: Event) -> None:
-    """Append an event to the job's stream."""
-    fields: dict[Any, Any] = {"kind": event.kind, "data": event.data, "final": int(event.final)}
-    pipe.xadd(events_key(job_id), fields, maxlen=MAX_EVENTS, approximate=True)
+        position = positions[record.id].to_json()
+        append_change(pipe, record.id, "position", record=record.to_json(), data=position)
 
 
 def append_change(
-    pipe: Pipeline, job_id: str, kind: str, *, final: bool = False, record: bytes = b""
+    pipe: Pipeline,
+    job_id: str,
+    kind: str,
+    *,
+    final: bool = False,
+    record: bytes = b"",
+    data: bytes | str = b"",
 ) -> None:
     """Say to all readers that the job has something new, or has ended.
 
     Args:
         record: the job's record as JSON, for readers who would read it at once.
+        data: the progress, or the position, as JSON.
     """
     fields: dict[Any, Any] = {"job": job_id, "kind": kind, "final": int(final)}
-    if record:
+    if 0 < len(record) <= MAX_CARRIED_BYTES:
         fields["record"] = record
+    if data:
+        fields["data"] = data
     pipe.xadd(CHANGES, fields, maxlen=MAX_CHANGES, approximate=True)
 
 
 def grant(pipe: Pipeline, job_id: str, *, attempt: int, lease_s: float) -> None:
     """Renew an attempt's lease."""
     pipe.set(lease_key(job_id, attempt), 1, px=max(1, int(lease_s * 1000)))
-
-
-def event_of(before: JobRecord | None, after: JobRecord) -> Event | None:
-    """Return the event of a change, without its id; None for a change after the job's end.
-
-    A result may be deleted then; the final state is published once, and is the stream's last event.
-    """
-    if before is not None and before.state.final:
-        return None
-    if before is not None and replace(before, progress=after.progress) == after and after.progress:
-        return Event("", "progress", after.progress.model_dump_json())
-    return state_event(after)
-
-
-def state_event(record: JobRecord, *, waits_at: QueuePosition | None = None) -> Event:
-    """Return the event of a job's state, without its id."""
-    view = record.view(waits_at=waits_at)
-    return Event("", "state", view.model_dump_json(), record.state.final)
 
 
 def parse_id(event_id: str | None) -> tuple[int, int]:
@@ -207,22 +198,20 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) <= 19
 
 
-def event_in(entry_id: bytes, fields: Mapping[bytes, bytes]) -> Event | None:
-    """Return the event; None, with its bytes logged, for an entry that is none."""
-    try:
-        kind = cast(Any, fields[b"kind"].decode())
-        return Event(entry_id.decode(), kind, fields[b"data"].decode(), fields[b"final"] == b"1")
-    except (KeyError, ValueError):
-        log.error("entry %r of a job's events is left out: %r", entry_id, fields)
-        return None
-
-
 def change_in(entry_id: bytes, fields: Mapping[bytes, bytes]) -> Change | None:
     """Return the change; None, with its bytes logged, for an entry that is none."""
     try:
         kind = cast(Any, fields[b"kind"].decode())
-        final = fields.get(b"final") == b"1"
-        return Change(fields[b"job"].decode(), kind, final, _carried(fields.get(b"record")))
+        data = fields.get(b"data", b"")
+        return Change(
+            fields[b"job"].decode(),
+            kind,
+            fields.get(b"final") == b"1",
+            _carried(fields.get(b"record")),
+            id=entry_id.decode(),
+            progress=data.decode() if kind == "progress" else "",
+            position=QueuePosition.from_json(data) if kind == "position" else None,
+        )
     except (KeyError, ValueError):
         log.error("entry %r of the box's changes is left out: %r", entry_id, fields)
         return None
@@ -250,16 +239,19 @@ def spec_key(job_id: str) -> str:
     return f"gradbox:spec:{job_id}"
 
 
-def events_key(job_id: str) -> str:
-    return f"gradbox:events:{job_id}"
-
-
-def index_key(owner: str, state: JobState) -> str:
+def index_key(owner: str, state: JobState) -> str | None:
     """Return the index of an owner's jobs in a state; those that wait and those that run share one.
 
-    A job changes between the two with every attempt, and few are in them.
+    A job changes between the two with every attempt, and few are in them. Most jobs are done, so
+    those have none: they are found among all of the owner's.
     """
-    return f"gradbox:{state if state.final else 'active'}:{owner}"
+    if state is JobState.DONE:
+        return None
+    return f"gradbox:{state}:{owner}" if state.final else active_key(owner)
+
+
+def active_key(owner: str) -> str:
+    return f"gradbox:active:{owner}"
 
 
 def owner_key(owner: str) -> str:

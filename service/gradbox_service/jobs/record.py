@@ -101,6 +101,8 @@ class JobRecord:
     result: ResultView | None = None
     # When the result's file was deleted.
     result_gone_s: float | None = None
+    # That it was posted with, if any.
+    idempotency_key: str = ""
     # The parent of the job's spans, see `gradbox.spans`.
     traceparent: str | None = None
     # Of this class; a record of a later one is not read.

@@ -2,14 +2,11 @@
 
     gradbox:job:ID             record, JSON
     gradbox:spec:ID            spec, JSON, as it was posted
-    gradbox:events:ID          stream of the job's events
     gradbox:lease:ID:ATTEMPT   exists while the attempt's worker beats
     gradbox:owners             set of the names of all who ever posted a job
     gradbox:owner:NAME         zset of job ids by creation
     gradbox:active:NAME        the same of those that wait or run
-    gradbox:STATE:NAME         the same of those in one final state
-    gradbox:active             zset of the ids of queued and running jobs by creation
-    gradbox:ended              zset of the ids of all others by the time of their end
+    gradbox:STATE:NAME         the same of those that failed, and of those that were cancelled
     gradbox:result-bytes       hash: owner → bytes of their results on disk
     gradbox:usage:HOUR         hash: what each owner used (see `usage`)
     gradbox:busy:MINUTE        hash: worker → milliseconds in which it held a job
@@ -17,11 +14,10 @@
     gradbox:places             hash: job id → its position, for the first and the followed
     gradbox:followed           zset of the ids of followed jobs by when that ends
     gradbox:key:OWNER:HASH     the job and the spec's digest of an idempotency key
-    gradbox:posted             hash: job id → the key above that it was posted with
     gradbox:changes            stream of changes, each with the record that it left
 
 A change is one script, which runs where the record is still the one that was read: so a record, its
-indices, its event and its lease change together or not at all.
+indices, its entry in the stream and its lease change together or not at all.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Final, NamedTuple, cast
 
@@ -45,6 +41,7 @@ from gradbox_service.jobs import changes
 from gradbox_service.jobs.changes import (
     Change,
     Event,
+    active_key,
     job_key,
     owner_key,
     parse_id,
@@ -53,6 +50,7 @@ from gradbox_service.jobs.changes import (
 )
 from gradbox_service.jobs.damaged import SET_ASIDE, failed_record, read_record
 from gradbox_service.jobs.record import JobRecord, QueuePosition, Transition
+from gradbox_service.jobs.turns import Turn, Turns
 
 # An idempotency key is remembered this long.
 KEY_LIFETIME_S = 7 * 24 * 3600
@@ -93,16 +91,25 @@ class Records:
         self._commands = ConditionalCommands(connection, over_bound=True)
 
     def create(
-        self, record: JobRecord, *, spec: JobSpec, idempotency_key: str | None = None
+        self,
+        record: JobRecord,
+        *,
+        spec: JobSpec,
+        idempotency_key: str | None = None,
+        turns: Turns | None = None,
     ) -> JobRecord:
         """Store a queued job, or return the one that its owner posted before under the same key.
 
         A job that is stored already, under its id, is returned as it is now.
 
+        Args:
+            turns: where its turn is fed by the same write; None: it waits for one.
+
         Raises:
             IdempotencyConflict: the key was used with another spec.
         """
         posted = posted_key(record.owner, idempotency_key) if idempotency_key else None
+        record = replace(record, idempotency_key=idempotency_key or "")
         # Also without a key: if the answer is lost the script is sent again, and by then a worker
         # may have begun the job.
         where: dict[str, bytes | str] = {posted or job_key(record.id): ""}
@@ -110,11 +117,12 @@ class Records:
             pipe = self._redis.pipeline()
             if posted:
                 pipe.set(posted, f"{record.id} {record.spec_digest}", ex=KEY_LIFETIME_S)
-                pipe.hset(changes.POSTED, record.id, posted)
             pipe.set(spec_key(record.id), spec.model_dump_json())
             pipe.sadd(changes.OWNERS, record.owner)
             pipe.zadd(owner_key(record.owner), {record.id: record.created_s})
             changes.write(pipe, None, record)
+            if turns is not None:
+                turns.push(pipe, Turn(record.id, record.attempt + 1))
             if self._creating.run(pipe, where=where):
                 return record
             if posted:  # read first: its job may be forgotten meanwhile
@@ -152,14 +160,18 @@ class Records:
 
     def active(self) -> Sequence[JobRecord]:
         """Return every queued and running job, oldest first."""
-        ids = cast("list[bytes]", self._redis.zrange(changes.ACTIVE, 0, -1))
+        ids = [job_id.encode() for job_id in self.active_ids()]
         pages = [ids[start : start + CHANGES_READ] for start in range(0, len(ids), CHANGES_READ)]
         return [r for page in pages for r in self._many(page) if not r.state.final]
 
     def active_ids(self) -> Sequence[str]:
         """Return the ids of every queued and running job, oldest first."""
-        ids = cast("list[bytes]", self._redis.zrange(changes.ACTIVE, 0, -1))
-        return [job_id.decode() for job_id in ids]
+        with self._redis.pipeline(transaction=False) as pipe:
+            for owner in self.owners():
+                pipe.zrange(active_key(owner), 0, -1, withscores=True)
+            found = [entry for entries in pipe.execute() for entry in entries]
+        found.sort(key=lambda entry: (entry[1], entry[0]))
+        return [job_id.decode() for job_id, _ in found]
 
     def update(
         self,
@@ -209,11 +221,50 @@ class Records:
         return bool(self._redis.exists(changes.lease_key(job_id, attempt)))
 
     def events(self, job_id: str, *, after: str | None = None) -> Sequence[Event]:
-        """Return the job's events behind the one with id `after`, oldest first."""
-        first, second = parse_id(after)
-        entries = self._redis.xrange(changes.events_key(job_id), min=f"({first}-{second}")
-        found = cast("list[changes.Entry]", entries)
-        return [event for entry in found if (event := changes.event_in(*entry))]
+        """Return a job's events behind the one with id `after`, oldest first, as far as kept.
+
+        Where its states are not kept any more, the present one stands for all.
+        """
+        record = self.get(job_id)
+        if record is None:
+            return []
+        found, newest, whole = self._kept_changes(job_id, after=parse_id(after))
+        events = [change.event or changes.state_event(change.id, record) for change in found]
+        if whole or any(event.kind == "state" for event in events):
+            return events
+        if record.finished_s is None:
+            return [changes.state_event(newest, record)]
+        ended_id = f"{int(record.finished_s * 1000)}-0"
+        is_new = parse_id(ended_id) > parse_id(after)
+        return [changes.state_event(ended_id, record)] if is_new else []
+
+    def _kept_changes(
+        self, job_id: str, *, after: tuple[int, int]
+    ) -> tuple[list[Change], str, bool]:
+        """Read the stream from its end back to a job's first change, or to the id `after`.
+
+        Returns:
+            What is about the job, oldest first; the stream's newest id; whether none is missing.
+        """
+        found: list[Change] = []
+        newest = oldest = "0-0"
+        page: list[changes.Entry] = []
+        while oldest == "0-0" or len(page) == CHANGES_READ:
+            until = "+" if oldest == "0-0" else f"({oldest}"
+            page = cast(Any, self._redis.xrevrange(changes.CHANGES, max=until, count=CHANGES_READ))
+            if not page:
+                break
+            newest = page[0][0].decode() if oldest == "0-0" else newest
+            for entry_id, fields in page:
+                oldest = entry_id.decode()
+                if parse_id(oldest) <= after:
+                    return found[::-1], newest, True
+                if fields.get(b"job") == job_id.encode():
+                    change = changes.change_in(entry_id, fields)
+                    found += [] if change is None else [change]
+                    if change is not None and change.begins:
+                        return found[::-1], newest, True
+        return found[::-1], newest, False
 
     def changes(self, after: str | None, *, wait_s: float) -> tuple[str, Sequence[Change]]:
         """Wait for changes of any job behind the cursor `after`; None means from now on.
@@ -243,21 +294,25 @@ class Records:
         self._commands.run(pipe, where={})
 
     def ended(self, *, before_s: float, limit: int) -> Sequence[str]:
-        """Return the ids of jobs that ended before a time, oldest first."""
-        ids = self._redis.zrangebyscore(changes.ENDED, "-inf", f"({before_s}", start=0, num=limit)
-        return [job_id.decode() for job_id in cast("list[bytes]", ids)]
+        """Return the ids of jobs that ended before a time."""
+        found: list[str] = []
+        for owner in self.owners():
+            for record in self.oldest(owner):
+                if record.created_s >= before_s or len(found) == limit:
+                    break
+                if record.finished_s is not None and record.finished_s < before_s:
+                    found.append(record.id)
+        return found
 
     def forget(self, job_id: str) -> None:
         """Remove all that is known of a job that has ended."""
         while True:
             text = cast("bytes | None", self._redis.get(job_key(job_id)))
             record = self._read(job_id, text)
+            if record is None or not record.state.final:
+                return
             pipe = self._redis.pipeline()
-            if record is None:
-                pipe.zrem(changes.ENDED, job_id)
-            elif record.state.final:
-                posted = cast("bytes | None", self._redis.hget(changes.POSTED, job_id))
-                changes.erase(pipe, record, posted=posted)
+            changes.erase(pipe, record)
             if self._commands.run(pipe, where={job_key(job_id): text or b""}):
                 return
 
@@ -280,7 +335,7 @@ class Records:
         after: Mark | None = None,
     ) -> Sequence[JobRecord]:
         """Return an owner's jobs, newest first; only those behind `after` if it is given."""
-        key = owner_key(owner) if state is None else changes.index_key(owner, state)
+        key = (state and changes.index_key(owner, state)) or owner_key(owner)
         found: dict[str, JobRecord] = {}
         newest, start, ids = math.inf if after is None else after.created_s, 0, [b""] * PAGE
         while len(found) < limit and len(ids) == PAGE:
@@ -319,13 +374,12 @@ class Records:
 
     def num_active(self, owner: str) -> int:
         """Return how many of an owner's jobs are queued or running."""
-        return self._redis.zcard(changes.index_key(owner, JobState.QUEUED))
+        return self._redis.zcard(active_key(owner))
 
     def spec_bytes(self, owner: str) -> int:
         """Return what the specs of an owner's queued and running jobs take."""
-        key = changes.index_key(owner, JobState.QUEUED)
         with self._redis.pipeline(transaction=False) as pipe:
-            for job_id in cast("list[bytes]", self._redis.zrange(key, 0, -1)):
+            for job_id in cast("list[bytes]", self._redis.zrange(active_key(owner), 0, -1)):
                 pipe.strlen(spec_key(job_id.decode()))
             return sum(pipe.execute())
 

@@ -14,6 +14,7 @@ from typing import NamedTuple, cast
 
 import redis
 import rq
+from redis.client import Pipeline
 
 from gradbox_service.database.conditional_commands import ConditionalCommands
 
@@ -44,12 +45,16 @@ class Turns:
 
     def feed(self, turn: Turn) -> None:
         """Append a turn."""
+        pipe = self._redis.pipeline()
+        self.push(pipe, turn)
+        self._commands.run(pipe, where={})
+
+    def push(self, pipe: Pipeline, turn: Turn) -> None:
+        """Append a turn by a transaction of the caller's."""
         # The same turn may be fed twice. RQ must not take the second for the first, so each has an
         # id of its own.
         rq_id = f"{turn.job_id}-{turn.attempt}-{secrets.token_hex(OWN_BYTES)}"
-        pipe = self._redis.pipeline()
         self._queue.push_job_id(rq_id, pipeline=pipe)
-        self._commands.run(pipe, where={})
 
     def take_back(self) -> None:
         """Remove the turns that nobody has taken yet."""

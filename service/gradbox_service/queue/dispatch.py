@@ -4,14 +4,19 @@ Records are the truth and turns are hints. A queued job whose turn is in no list
 begins gets another turn; a running job whose lease ran out goes back to the queue. Feeding a job
 twice does no harm, because only one worker's `begin` applies.
 
-It acts on every change that the process's reader of the stream passes on, and every `TICK_S`, for
-what no change announces. All that it keeps in memory (`ActiveJobs`, `ShortList`) is good while it
-leads: a process that begins to lead, or that Redis has refused something, reads it anew.
+It is the process's one reader of the stream of changes: it passes on what it reads (`heard`), and
+acts on it, and every `TICK_S` for what no change announces. All that it keeps in memory
+(`ActiveJobs`, `ShortList`) is good while it leads: a process that begins to lead, or that Redis has
+refused something, reads it anew.
+
+Where a device idles and no job waits, a job that is posted in this process is handed out by the
+write that creates it: see `hands_out`.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,9 +26,9 @@ import redis
 from gradbox_service.backing import Backing
 from gradbox_service.database.leadership import LEADER_TTL_S
 from gradbox_service.fleet import WorkerPresence
-from gradbox_service.jobs import JobRecord
+from gradbox_service.jobs import Change, JobRecord
 from gradbox_service.queue.active_jobs import ActiveJobs
-from gradbox_service.queue.following import Following, ReadChanges
+from gradbox_service.queue.following import Following
 from gradbox_service.queue.positions import QueuePositions
 from gradbox_service.queue.short_list import TURN_GRACE_S, Choice, ShortList
 from gradbox_service.repeating_thread import RepeatingThread
@@ -40,7 +45,7 @@ LOST = "its lease ran out: the worker's process or its machine stopped answering
 
 
 class Dispatcher(RepeatingThread):
-    """Acts in the one service process that holds the leader's lock; elsewhere it only waits."""
+    """Acts in the one service process that holds the leader's lock; elsewhere it only reads."""
 
     def __init__(
         self,
@@ -50,36 +55,35 @@ class Dispatcher(RepeatingThread):
         half_life_s: float = HALF_LIFE_S,
         clock: Callable[[], float] = time.time,
         ended: Callable[[JobRecord], None] = lambda _: None,
-        changes: ReadChanges | None = None,
+        heard: Callable[[Sequence[Change]], None] = lambda _: None,
     ) -> None:
         """Hold no job yet.
 
         Args:
-            changes: see `Following`.
             half_life_s: when a device second counts half.
             clock: tells the time in which device seconds are counted.
             ended: called once with every job that ends while this process leads.
+            heard: called with all changes as they are read, whether this process leads or not.
         """
         super().__init__("dispatcher")
         self.jobs = ActiveJobs(half_life_s=half_life_s, clock=clock)
         self.following = Following(
-            self.jobs,
-            records=box.records,
-            usage=box.usage,
-            clock=clock,
-            ended=ended,
-            changes=changes,
+            self.jobs, records=box.records, usage=box.usage, clock=clock, ended=ended
         )
         self.leads = False  # holds the lock, and has read what there was when it began to
         self._list = ShortList(box.turns, self.jobs, grace_s=turn_grace_s, clock=clock)
         self._choice = Choice(self.jobs, clock=clock)
         self._positions = QueuePositions(box.records)
         self._box = box
+        self._heard = heard
+        self._cursor: str | None = None  # up to which the changes were read
+        self._state = threading.Lock()  # held by who reads or changes `jobs` and the list
         self._hold: str | None = None  # why no job is handed to a worker, if none is
         self._workers: Sequence[WorkerPresence] = ()
         # By the monotonic clock: when the lock was last renewed, and when what is to be looked at.
         self._held_at = 0.0
         self._leases_due_at = 0.0
+        self._due_at = 0.0
         self._box_due_at = 0.0
 
     def start(self) -> None:
@@ -89,16 +93,43 @@ class Dispatcher(RepeatingThread):
 
     def tick(self) -> None:
         """Act once, at once and on all there is; the running dispatcher waits for changes first."""
-        self._leases_due_at = self._box_due_at = 0.0
-        if self._lead():
-            self.following.sync()
-            self._act()
+        self._due_at = self._leases_due_at = self._box_due_at = 0.0
+        self._read_and_act()
+
+    def hands_out(
+        self, record: JobRecord, *, workers: Sequence[WorkerPresence], hold: str | None
+    ) -> bool:
+        """Return whether the write that creates a job is to feed its turn, too.
+
+        It is where this process leads, nobody waits, and one of the workers, which all have its
+        model, holds no job. The job counts as fed from then on; see `not_created`.
+
+        Args:
+            hold: why no job is handed to a worker, if none is.
+        """
+        if hold is not None or not self.leads or not self._state.acquire(blocking=False):
+            return False  # where the dispatcher is at work, it feeds the job in a moment
+        try:
+            ready = [worker for worker in workers if worker.state != "starting"]
+            num_held = len(self.jobs.fed) + len(self.jobs.running)
+            wanted = (record.model, record.model_version)
+            idles = not self.jobs.waiting and num_held < len(ready)
+            if not idles or not all(wanted in worker.models.items() for worker in ready):
+                return False
+            self.jobs.put(record)
+            self._list.note_fed(record)
+            return True
+        finally:
+            self._state.release()
+
+    def not_created(self, record: JobRecord) -> None:
+        """Forget a job that was to be handed out, and was not created."""
+        with self._state:
+            self.jobs.remove(record.id)
 
     def _step(self) -> None:
         try:
-            if self._lead():
-                self._act()
-            self._wait()
+            self._read_and_act(wait_s=max(0.0, self._due_at - time.monotonic()))
         except redis.RedisError as error:
             self.leads = False
             if not isinstance(error, redis.OutOfMemoryError):  # then workers beat all the same
@@ -116,40 +147,55 @@ class Dispatcher(RepeatingThread):
         except redis.RedisError as error:
             log.info("the leader's lock was not given back (%s); it ends by itself", error)
 
-    def _wait(self) -> None:
-        """Wait until a job's state changes, or for one tick."""
-        if not self.leads:
-            self._stopping.wait(TICK_S)
-            return
-        deadline = time.monotonic() + TICK_S
-        while (left := deadline - time.monotonic()) > 0 and not self._stopping.is_set():
-            found = self.following.sync(wait_s=left)
+    def _read_and_act(self, *, wait_s: float = 0.0) -> None:
+        """Wait for changes, pass them on, and act where they, or the time, give reason to."""
+        changes = self._changes(wait_s)
+        now = time.monotonic()
+        is_due = now >= self._due_at
+        if is_due:
+            self._due_at = now + TICK_S
+        with self._state:
+            began_to_lead = self._lead()
+            if not self.leads:
+                return
+            found = self.following.note(self._cursor or "", changes)
             if found.box:
                 self._box_due_at = 0.0
-            if found.jobs:
-                return
+            if is_due or began_to_lead or found.jobs or found.box:
+                self._act(is_due=is_due)
+
+    def _changes(self, wait_s: float) -> Sequence[Change]:
+        """Wait for changes, and pass them on."""
+        after = self._cursor
+        self._cursor, changes = self._box.records.changes(after, wait_s=wait_s)
+        if after is None:
+            changes = [Change("", "missed")]  # whatever was before
+        if changes:
+            self._heard(changes)
+        return changes
 
     def _lead(self) -> bool:
-        """Hold the lock, and begin anew if another process may have held it."""
+        """Hold the lock, and begin anew if another process may have held it; True if so."""
         now = time.monotonic()
         if self.leads and now - self._held_at < LEADER_RENEWAL_S:
-            return True
+            return False
         held, self._held_at = self._box.leadership.hold(ttl_s=LEADER_TTL_S), now
-        if held and not self.leads:
+        begins = held and not self.leads
+        if begins:
             self._list.forget()
             self.following.begin()
             self._box_due_at = 0.0
         self.leads = held
-        return held
+        return begins
 
-    def _act(self) -> None:
+    def _act(self, *, is_due: bool) -> None:
         """Put back lost jobs, feed what there is room for, publish positions."""
         now = time.monotonic()
         if now >= self._leases_due_at:
             self._leases_due_at = now + TICK_S
             self._put_back_lost()
             self.jobs.keep_time()
-        if not self.jobs.waiting and not self.jobs.fed:
+        if not self.jobs.waiting and not (is_due and (self.jobs.fed or self._positions.stored)):
             return
         if now >= self._box_due_at:
             self._box_due_at = now + TICK_S

@@ -4,17 +4,13 @@ Records are the truth. A change carries the record that it left, or its record i
 Everything is read when this process begins to lead and after entries of the stream were trimmed
 unread; what still slips through (a change without an entry) is found by comparing ids now and
 then.
-
-The process has one reader of the stream, which passes on what it has read (`PassedChanges`): a
-second would cost a blocking command, and a thread's wait in it, for every change.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from gradbox_service.accounting.usage import HOUR_S, Usage
 from gradbox_service.jobs import Change, JobRecord, Records
@@ -24,12 +20,6 @@ from gradbox_service.queue.shares import HALF_LIVES_READ
 
 COMPARE_S: Final = 30.0
 READ_AT_ONCE: Final = 500
-
-
-class ReadChanges(Protocol):
-    """Reads changes as `Records.changes` does."""
-
-    def __call__(self, after: str | None, *, wait_s: float) -> tuple[str, Sequence[Change]]: ...
 
 
 class FoundNew(NamedTuple):
@@ -50,12 +40,10 @@ class Following:
         usage: Usage,
         clock: Callable[[], float] = time.time,
         ended: Callable[[JobRecord], None] = lambda _: None,
-        changes: ReadChanges | None = None,
     ) -> None:
         """Read nothing yet; `begin` comes first.
 
         Args:
-            changes: where changes are read; the records' own stream if None.
             ended: called once with every job that ends while this process leads.
         """
         self.lag_s = 0.0  # between the last change and when it was read here
@@ -64,20 +52,21 @@ class Following:
         self._usage = usage
         self._clock = clock
         self._ended = ended
-        self._changes = changes or records.changes
-        self._cursor: str | None = None
+        self._cursor = ""
         self._compared_at = 0.0
         self._began_s = 0.0  # to lead
         self._noted_ends: dict[str, None] = {}  # the newest last
 
     def begin(self) -> None:
-        """Read everything, in place of what is known: this process leads from now on."""
+        """Read everything, in place of what is known: this process leads from now on.
+
+        Changes that were read before, and are noted after, say no more than that.
+        """
         self._began_s = self._clock()
         self._load()
 
-    def sync(self, *, wait_s: float = 0.0) -> FoundNew:
-        """Read what changed, waiting for it."""
-        cursor, changes = self._changes(self._cursor, wait_s=wait_s)
+    def note(self, cursor: str, changes: Sequence[Change]) -> FoundNew:
+        """Note what was read of the stream of changes, up to `cursor`."""
         kinds = {change.kind for change in changes}
         if "missed" in kinds:
             known = self._jobs.ids | {change.job_id for change in changes if change.final}
@@ -107,8 +96,6 @@ class Following:
                 self._put(job_id, found.get(job_id))
 
     def _load(self) -> None:
-        # The cursor first: a change while the rest is read is read again.
-        self._cursor, _ = self._changes(None, wait_s=0.0)
         hour = int(self._clock() // HOUR_S)
         first = hour - int(HALF_LIVES_READ * self._jobs.shares.half_life_s // HOUR_S) - 1
         self._jobs.begin(self._usage.by_hour(first, hour))
@@ -148,44 +135,3 @@ class Following:
         milliseconds = cursor.partition("-")[0]
         if len(milliseconds) > 10:  # an id of Redis begins with the time
             self.lag_s = max(0.0, time.time() - int(milliseconds) / 1000)
-
-
-class PassedChanges:
-    """Holds what the process's one reader passed on until `changes` takes it."""
-
-    def __init__(self) -> None:
-        self._passed = threading.Condition()
-        self._untaken: list[Change] = []
-        self._cursor = "0-0"
-
-    def pass_on(self, cursor: str, changes: Sequence[Change]) -> None:
-        """Hand over what the reader has read, up to `cursor`.
-
-        More than anybody takes is forgotten, and counts as trimmed: its change is `missed`.
-        """
-        with self._passed:
-            self._cursor = cursor
-            self._untaken += changes
-            if len(self._untaken) > MAX_CHANGES:
-                self._untaken = [Change("", "missed")]
-            self._passed.notify()
-
-    def note_posted(self, record: JobRecord) -> None:
-        """Hand over a job that was posted in this process: its change follows, and says no more.
-
-        So a job is handed to a worker without waiting for the reader.
-        """
-        with self._passed:
-            # First: whatever the reader has passed on about the job came after its post.
-            self._untaken.insert(0, Change(record.id, "state", record=record))
-            self._passed.notify()
-
-    def changes(self, after: str | None, *, wait_s: float) -> tuple[str, Sequence[Change]]:
-        """Wait for changes, as `Records.changes` does; behind `after` is what was not taken yet."""
-        with self._passed:
-            if after is None:
-                self._untaken.clear()
-            elif not self._untaken:
-                self._passed.wait(wait_s)
-            taken, self._untaken = self._untaken, []
-            return self._cursor, taken

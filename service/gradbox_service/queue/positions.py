@@ -37,6 +37,12 @@ class QueuePositions:
         self._published: dict[str, QueuePosition] = {}
         self._stored: tuple[int, frozenset[str], int, str | None] | None = None
         self._next_at = 0.0
+        self._any = True  # of a process that led before
+
+    @property
+    def stored(self) -> bool:
+        """Whether positions are stored, maybe of jobs that wait no more."""
+        return self._any
 
     def publish(
         self,
@@ -71,7 +77,7 @@ class QueuePositions:
             with unless_refused():  # jobs run on; who waits hears of it once Redis has room again
                 self._records.set_positions(positions, publish=publish)
                 self._published = {job: positions[job] for job in followed if job in positions}
-                self._stored = state
+                self._stored, self._any = state, bool(positions)
         self._next_at = began + max(PACE_S, (time.monotonic() - began) / MAX_FRACTION)
 
 

@@ -116,8 +116,12 @@ class ShortList:
 
     def feed(self, record: JobRecord) -> None:
         """Append the turn of a job that waits."""
+        self._turns.feed(_turn_of(record))
+        self.note_fed(record)
+
+    def note_fed(self, record: JobRecord) -> None:
+        """Note that a job's turn was appended, or is about to be."""
         turn = _turn_of(record)
-        self._turns.feed(turn)
         self._in_list.append(turn)
         self._fed[turn] = _Fed(self._clock(), time.monotonic())
         self._jobs.note_fed(record)

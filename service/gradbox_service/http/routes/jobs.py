@@ -95,12 +95,11 @@ async def post_job(request: Request, credentials: Credentials) -> Response:
                 idempotency_key=idempotency_key,
                 traceparent=parent or span.traceparent,
                 box=box,
+                dispatcher=request.app.state.dispatcher,
                 quota=request.app.state.quota,
                 under_way=request.app.state.cleaner.under_way,
                 settings=request.app.state.settings,
             )
-            if record.state is JobState.QUEUED:
-                request.app.state.note_posted(record)
             return record, caller
 
         limit_bytes = MAX_BODY_BYTES if form else None

@@ -89,7 +89,6 @@ def _ended_threads(request: Request) -> list[str]:
     """Return the names of the service's threads that live no more."""
     state = request.app.state
     threads: dict[str, RepeatingThread] = {
-        "events": state.hub,
         "dispatcher": state.dispatcher,
         "cleaner": state.cleaner,
     }
