@@ -201,7 +201,7 @@ def test_the_schema_names_what_is_posted(small_box: Box) -> None:
     schemas = document.json()["components"]["schemas"]
     assert document.json()["components"]["securitySchemes"].keys() == {"HTTPBearer", "Session"}
     named = {
-        "BoxChange",
+        "BoxView",
         "ForwardSpec",
         "GradientSpec",
         "JobView",

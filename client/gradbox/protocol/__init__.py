@@ -7,7 +7,6 @@ model's example job, `problem` how errors travel, `receipt` what a result file s
 making. docs/wire.md states the same in prose.
 """
 
-from gradbox.protocol.box import BoxChange as BoxChange
 from gradbox.protocol.box import BoxJob as BoxJob
 from gradbox.protocol.box import BoxModel as BoxModel
 from gradbox.protocol.box import BoxView as BoxView

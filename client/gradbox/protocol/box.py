@@ -164,27 +164,6 @@ class BoxView(View):
     models: list[BoxModel]
 
 
-class BoxChange(View):
-    """What is new since the event before: rows that changed, whole, and keys of those that went.
-
-    `queue` are the keys of the jobs that wait, in order, where that changed, and `begins_s` about
-    when each of them begins; the rows of jobs have neither `position` nor `begins_s` here. What is
-    absent has not changed.
-    """
-
-    jobs: list[BoxJob] = []
-    devices: list[DeviceView] = []
-    models: list[BoxModel] = []
-    gone_jobs: list[str] = []
-    gone_devices: list[str] = []
-    gone_models: list[str] = []
-    queue: list[str] | None = None
-    begins_s: list[float | None] | None = None
-    num_running: int | None = None
-    num_queued: int | None = None
-    operation: OperationView | None = None
-
-
 class OwnerUsage(View):
     """What one owner used; `owner` is None for all others together.
 

@@ -2,7 +2,7 @@
 
 To read in this order:
 
-    picture    the picture, what one caller may see of it, and what is new between two looks
+    picture    the picture, and what one caller may see of it
     board      draws it when something changed and somebody looks
     history    use by owner over a span of time
     pages      the files under static/, and the headers that hold them in

@@ -35,7 +35,7 @@ from gradbox_service.jobs import Change, JobRecord
 from gradbox_service.jobs.charges import busy_with_running
 
 # Between two pictures, and between two that read everything.
-PACE_S: Final = 0.25
+PACE_S: Final = 0.5
 REREAD_S: Final = 5.0
 # With more changed records than this, everything is read.
 MANY: Final = 50

@@ -11,7 +11,6 @@ from pydantic.json_schema import models_json_schema
 from gradbox.protocol import (
     JOB_AND_RESULT,
     JOB_SPEC,
-    BoxChange,
     CotangentGradientSpec,
     Problem,
     ProgressView,
@@ -152,7 +151,6 @@ def describe(app: FastAPI) -> dict[str, Any]:
     _, schemas = models_json_schema(
         [
             (CotangentGradientSpec, "validation"),
-            (BoxChange, "serialization"),
             (Problem, "serialization"),
             (ProgressView, "serialization"),
         ],

@@ -86,7 +86,7 @@ function stage(job) {
 function doing(job) {
   const progress = job.progress;
   if (job.state === "queued") {
-    const place = job.queue_position ?? box.queue.indexOf(job.key) + 1;
+    const place = job.queue_position ?? job.position;
     return `waits${place ? `, number ${place} in the queue` : ""}, ${waits(job)}`;
   }
   if (!progress) return "begins";

@@ -153,7 +153,7 @@ function updateJob(row, job) {
   const part = (name) => row.querySelector(name);
   const runs = job.state === "running";
   row.className = runs ? "runs" : "waits";
-  say(part(".place"), runs ? "▸" : String(box.queue.indexOf(job.key) + 1));
+  say(part(".place"), runs ? "▸" : String(job.position));
   set(part(".place"), "aria-label", runs ? "runs" : null);
   say(part(".job-name"), job.name || words(job.computation));
   say(part(".kind"), job.name ? words(job.computation) : "");

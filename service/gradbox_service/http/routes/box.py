@@ -12,7 +12,6 @@ from gradbox.errors import OwnerOnly
 from gradbox.protocol import BoxView, OperationOrder, OperationView, Period, UsageView
 from gradbox_service.dashboard.board import Board
 from gradbox_service.dashboard.history import usage_seen_by
-from gradbox_service.dashboard.picture import News
 from gradbox_service.http.allowances import stream
 from gradbox_service.http.auth import Box, Caller, Credentials, Listener
 from gradbox_service.http.routes import Router
@@ -35,24 +34,17 @@ async def one_box(request: Request, caller: Caller) -> BoxView:
 async def box_events(
     request: Request, caller: Caller, box: Box, credentials: Credentials
 ) -> AsyncIterable[ServerSentEvent]:
-    """A `box` event (data: what `GET /v1/box` gives), then `change` events (data: a BoxChange).
+    """A `box` event, whose data is what `GET /v1/box` gives, now and whenever something changed.
 
-    A stream that is opened anew begins anew. It ends when the caller's token is revoked, and when
-    the session is over that it was opened with.
+    The stream ends when the caller's token is revoked, and when the session is over that it was
+    opened with.
     """
     board: Board = request.app.state.board
     listener = Listener(request, box=box, credentials=credentials)
-    news: News | None = None
     async for picture in board.pictures():
         if not await listener.is_known():
             return
-        view = picture.seen_by(caller)
-        if news is None:
-            news = News(view)
-            yield ServerSentEvent(raw_data=view.model_dump_json(), event="box")
-            continue
-        for change in news.since(view):
-            yield ServerSentEvent(raw_data=change, event="change")
+        yield ServerSentEvent(raw_data=picture.seen_by(caller).model_dump_json(), event="box")
 
 
 @router.get("/usage")
