@@ -10,8 +10,7 @@ Importing this package loads neither torch nor anything that reads a network or 
 Of its modules read `client` first, then `submitting` and `job`; `async_client`, `waits` and `batch`
 are for many at a time, `errors` for whatever goes wrong, `losses` names the built-in ones.
 `settings` finds the box, `written_files` reads what a person wrote; `progress`, `html` and
-`printable` are what is shown, `arguments` what is said of those that a call does not have, `spans`
-what is traced.
+`printable` are what is shown, `spans` what is traced.
 """
 
 from importlib import import_module

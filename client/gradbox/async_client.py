@@ -22,7 +22,6 @@ from typing import Any
 
 import httpx
 
-from gradbox.arguments import explain_arguments
 from gradbox.client import GradClient
 from gradbox.computations import Computation
 from gradbox.computations.computation import Submission
@@ -36,7 +35,6 @@ from gradbox.results.result import GradResult
 from gradbox.waits import in_thread
 
 
-@explain_arguments
 class AsyncGradClient:
     """A box, as one user sees it; `GradClient` with its calls awaited.
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Unpack
 
 import httpx
 
-from gradbox.arguments import explain_arguments
 from gradbox.batch import Batch
 from gradbox.computations import Computation
 from gradbox.computations.computation import Submission
@@ -45,7 +43,6 @@ RELOAD_POLL_S: Final = 0.2
 PAGE: Final = 500
 
 
-@explain_arguments
 class GradClient:
     """A box, as one user sees it. Threads may share one, and so may processes that are forked off.
 
@@ -249,7 +246,6 @@ class GradClient:
         """
         return parsed(ModelView, self._connection.request("GET", model_path(name)))
 
-    @partial(explain_arguments, options=ModelKeywords)
     def model(
         self,
         model: str,
@@ -287,6 +283,9 @@ class GradClient:
         """
         from gradbox.remote import RemoteModel, RemoteOptions
 
+        unknown = sorted(options.keys() - ModelKeywords.__annotations__.keys())
+        if unknown:
+            raise TypeError(f"GradClient.model() got an unexpected keyword argument {unknown[0]!r}")
         view = self.model_info(model)
         if not view.usable:
             raise UnusableModel(f"the model {view.name!r} cannot be used: {view.reason}")

@@ -19,7 +19,6 @@ from gradbox import (
     InvalidInputs,
     InvalidJob,
     Penalty,
-    PerSampleGradient,
 )
 from gradbox.inputs.shards import read_groups
 from gradbox.inputs.uploads import LONE_BYTES, PACK_BYTES, Uploads
@@ -192,56 +191,6 @@ def test_a_field_that_no_job_can_have_is_refused_before_anything_is_sent(name: s
     error, said, fields = BAD_FIELDS[name]
     with pytest.raises(error, match=said):
         Gradient(**({"model": "m", "inputs": [X], "loss": total} | fields)).prepare()
-
-
-def _written(z: Tensor) -> Tensor:
-    out = torch.zeros(2)
-    out[0] = z.sum()
-    return out.sum()
-
-
-def _without_grad(z: Tensor) -> Tensor:
-    with torch.no_grad():
-        return z.sum()
-
-
-def _detached_inside(z: Tensor, labels: Tensor) -> Tensor:
-    with torch.no_grad():
-        weights = z.softmax(1)
-    return (weights * z)[labels].sum()
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        lambda z: torch.ones(()),
-        lambda z: z.detach().sum(),
-        lambda z: (z.argmax(1) == 1).float().mean(),
-        lambda z: torch.cat([torch.zeros(3), (z > 0).sum(1)]).sum(),
-        lambda z: (SCALE * z.detach()).sum(),
-        _without_grad,
-    ],
-)
-def test_a_loss_whose_graph_shows_no_derivative_is_refused(loss: Any) -> None:
-    for kind in (Gradient, PerSampleGradient):
-        with pytest.raises(InvalidInputs, match="no path leads to from them: detach"):
-            kind(model="m", inputs=[X], loss=loss).prepare()
-    penalty = Penalty(at="0", loss=total)
-    Gradient(model="m", inputs=[X], loss=loss, penalties=[penalty]).prepare()
-
-
-@pytest.mark.parametrize(
-    ("loss", "given"),
-    [
-        (_written, {}),
-        (_detached_inside, {"labels": torch.ones(1, dtype=torch.int64)}),
-        (lambda z, t: (z.detach() * t).sum(), {"t": torch.ones(2, requires_grad=True)}),
-        (lambda z: SCALE.mul(z.sign()).sum(), {}),
-        (torch.nn.Linear(2, 1), {}),
-    ],
-)
-def test_a_loss_that_backward_would_take_is_none_of_these(loss: Any, given: Any) -> None:
-    Gradient(model="m", inputs=[X], loss=loss, loss_inputs=given).prepare()
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,8 @@ def read_job(path: Path) -> Computation:
     except InvalidJob as error:
         error.args = (f"{path}: {error}",)
         raise
+    except TypeError as error:  # of a constructor, which names the key that it does not take
+        raise InvalidJob(f"{path}: {error}") from None
 
 
 def _computation(document: dict[str, Any], *, files: Files) -> Computation:

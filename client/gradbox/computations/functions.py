@@ -9,7 +9,6 @@ from typing import Any, Final
 import numpy as np
 
 from gradbox.errors import InvalidInputs, InvalidJob
-from gradbox.graphs.derivative import may_have_derivative
 from gradbox.inputs.uploads import Uploads
 from gradbox.protocol import TensorRef, TracedFunction
 from gradbox.protocol.spec_fields import FunctionTensor, Scalar
@@ -66,11 +65,6 @@ def uploaded(tensors: Mapping[str, Any], uploads: Uploads, *, where: str) -> dic
     }
 
 
-CONSTANT_LOSS: Final = (
-    "loss: expected a number that can be differentiated by the model's outputs, got one that no "
-    "path leads to from them: detach(), argmax, comparisons, integers and torch.no_grad() cut the "
-    "path; compute it from the outputs by functions that have a derivative"
-)
 # How each function is called: what an error ends with where one takes other arguments.
 CALLED: Final = {
     "loss": "one unnamed group of inputs is the first argument; several groups and all loss_inputs "
@@ -79,21 +73,6 @@ CALLED: Final = {
     "inner": "inner is given the members of y by their names, and v = G(z)",
     "outer": "outer is given dfdz, then the members of x by their names",
 }
-
-
-def check_derivative(function: TracedFunction, arguments: Mapping[str, TensorRef]) -> None:
-    """Check that a loss can be differentiated, as far as its graph shows it.
-
-    Args:
-        arguments: what it reads beside the model's outputs.
-
-    Raises:
-        InvalidInputs: it depends on nothing that has a derivative.
-    """
-    constants = {name for name, ref in arguments.items() if not ref.requires_grad}
-    trainable = {name for name, ref in function.tensors.items() if ref.requires_grad}
-    if not may_have_derivative(function.graph, constants=constants, trainable=trainable):
-        raise InvalidInputs(CONSTANT_LOSS)
 
 
 def traced(

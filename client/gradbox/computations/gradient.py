@@ -10,11 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from gradbox.arguments import explain_arguments
 from gradbox.builtin_losses.signatures import check_builtin
 from gradbox.computations.computation import Differentiated, Submission, checked, globs, listed
 from gradbox.computations.functions import (
-    check_derivative,
     split_tensors_and_scalars,
     traced,
     uploaded,
@@ -50,7 +48,6 @@ if TYPE_CHECKING:
 JOB_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
 
-@explain_arguments
 class Builtin:
     """A loss that is part of gradbox: `Builtin("info_nce", temperature=0.05)`.
 
@@ -78,7 +75,6 @@ def job_id_of(of: Job | GradResult | str) -> str:
     return found
 
 
-@explain_arguments
 class Cotangents:
     """∂L/∂Z of a loss that was computed here, at the outputs of a `Forward` job that is done.
 
@@ -122,7 +118,6 @@ class Cotangents:
         return CotangentsLoss(forward=self.forward, tensors=refs)
 
 
-@explain_arguments
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Penalty:
     """A term Σᵢ weight · loss(tapᵢ) added to L, tapᵢ being an intermediate activation of shard i.
@@ -164,7 +159,6 @@ class Penalty:
         )
 
 
-@explain_arguments
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Forward(Differentiated):
     """Z, the outputs of all shards, in the dtype in which the model gives them.
@@ -204,7 +198,6 @@ BESIDE_COTANGENTS: Final = option_names(RunOptions) | {"loss", "wrt", "returns"}
 Loss: TypeAlias = "Callable[..., Any] | torch.nn.Module | Builtin | Cotangents"
 
 
-@explain_arguments
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Gradient(Differentiated):
     """dL/dθ of L = loss(Z, **loss_inputs), Z being the outputs of all shards.
@@ -272,8 +265,6 @@ class Gradient(Differentiated):
         else:
             loss = GraphLoss(function=self._traced_loss(list(tensors), scalars, uploads))
         inputs = uploaded(tensors, uploads, where="loss_inputs")
-        if isinstance(loss, GraphLoss) and not self.penalties:
-            check_derivative(loss.function, inputs)
         given = self.shared_fields(uploads) | {
             "computation": "gradient",
             "loss": loss,

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from gradbox.arguments import explain_arguments
 from gradbox.computations.computation import Computation, Submission, checked, listed
 from gradbox.computations.functions import split_tensors_and_scalars, traced
 from gradbox.errors import InvalidInputs
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 OUTPUT = "v"
 
 
-@explain_arguments
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MixedGradient(Computation):
     """dt/dy for t = outer(dfdz, **x), dfdz the shards' ∂inner(y, G(zᵢ))/∂zᵢ one after the other.

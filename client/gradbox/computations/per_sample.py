@@ -6,10 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from gradbox.arguments import explain_arguments
 from gradbox.computations.computation import Computation, Submission, checked, globs, listed
 from gradbox.computations.functions import (
-    check_derivative,
     split_tensors_and_scalars,
     traced,
     uploaded,
@@ -106,7 +104,6 @@ def _form_on_the_wire(form: Form, *, reduce: str, transfer: Transfer) -> Form:
     return "dense" if form == "auto" and not has_factors else form
 
 
-@explain_arguments
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PerSampleGradient(PerSample):
     """dℓ_b/dθ of every sample b, ℓ = loss(z, **loss_inputs) of shape (B,).
@@ -158,7 +155,6 @@ class PerSampleGradient(PerSample):
             self.loss, uploads, what="loss", positional=1, arguments=list(tensors), options=scalars
         )
         inputs = uploaded(tensors, uploads, where="loss_inputs")
-        check_derivative(function, inputs)
         fields = self.shared_fields(uploads) | {
             "computation": "per_sample_gradient",
             "loss": GraphLoss(function=function),
@@ -192,7 +188,6 @@ class PerSampleGradient(PerSample):
         return own, others
 
 
-@explain_arguments
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Jacobian(PerSample):
     """dz_by/dθ of every sample b and output y, the dims of z behind the first flattened to Y.

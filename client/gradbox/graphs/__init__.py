@@ -2,8 +2,7 @@
 
 Read `schema` first: the JSON, validated as `wire_form` says. `allow_list` are the names that may
 stand in a graph and `argument_rules` the arguments with a rule of their own; `check` refuses a
-graph that must not run; `derivative` tells whether one can be differentiated. None of these knows
-torch: the service uses them. `targets` (from a name to torch's function and back) and
-`call_signature` (which arguments a function takes) do.
+graph that must not run. None of these knows torch: the service uses them. `targets` (from a name to
+torch's function and back) and `call_signature` (which arguments a function takes) do.
 docs/graphs.md states the form.
 """

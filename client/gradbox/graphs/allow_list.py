@@ -165,14 +165,6 @@ LENGTH: Final = "builtins.len"
 EXTREMES: Final = ("builtins.max", "builtins.min")
 ASSERT: Final = "torch._assert"
 
-# Whose results have no derivative, whatever they are given.
-WITHOUT_DERIVATIVE: Final = frozenset(
-    f"""
-    {_COMPARISONS} all any argmax argmin argsort argwhere bincount bool bucketize byte char
-    count_nonzero detach int long nonzero one_hot searchsorted short
-    """.split()
-)
-
 # In the order in which a function with several names is looked up.
 FUNCTIONS: Final[tuple[str, ...]] = tuple(
     dict.fromkeys(

@@ -22,7 +22,6 @@ from typing import Final, NoReturn, TypeVar, cast
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from gradbox.arguments import explain_arguments
 from gradbox.errors import GradboxError, InvalidInputs, ProtocolError, ServiceUnavailable
 from gradbox.http.http_client import http_client
 from gradbox.printable import printable
@@ -43,7 +42,6 @@ Parsed = TypeVar("Parsed", bound=BaseModel)
 Body = Callable[[], Iterable[bytes | memoryview]]
 
 
-@explain_arguments
 @dataclass(frozen=True, kw_only=True)
 class Retry:
     """How long a request is repeated after transient faults, and how the pauses grow.

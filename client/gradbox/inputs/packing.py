@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 
-from gradbox.arguments import explain_arguments
 from gradbox.errors import InvalidInputs
 from gradbox.tensors.tensor_bytes import Tensor, is_tensor, tensor_bytes
 
@@ -45,7 +44,6 @@ class Packed:
     order: np.ndarray[Any, Any]  # (N,), int64
 
 
-@explain_arguments
 def pack(
     inputs: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
     *,
