@@ -70,10 +70,10 @@ class PerSample(Computation):
     def __post_init__(self) -> None:
         super().__post_init__()
         names = [group.name for group in self.groups]
-        if len(names) > 2 or (len(names) == 2 and self.against_group is None):
+        if len(names) > 1 and self.against_group is None:
             raise InvalidInputs(
-                f"inputs: expected one group for a {type(self).__name__}, or two of which against "
-                f"names one, got {names}; submit a job for each"
+                f"inputs: expected one group, or two of which against names one, got {names}; "
+                f"submit a job for each"
             )
 
     @property
@@ -129,8 +129,7 @@ class PerSampleGradient(PerSample):
         clip: the largest norm that `clipped_sum` lets through.
 
     Raises:
-        InvalidInputs: the inputs are empty, are not tensors, or are several groups of which
-            `against` names none.
+        InvalidInputs: the inputs are empty, are not tensors, or do not fit each other.
     """
 
     loss: Callable[..., Any] | torch.nn.Module
@@ -207,8 +206,7 @@ class Jacobian(PerSample):
             zero where a parameter is left out.
 
     Raises:
-        InvalidInputs: the inputs are empty, are not tensors, or are several groups of which
-            `against` names none.
+        InvalidInputs: the inputs are empty, are not tensors, or do not fit each other.
     """
 
     reduce: JacobianReduction = "none"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import isfinite
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -27,8 +27,15 @@ JacobianReduction = Literal["none", "norm", "gram", "gram_trace", "vjp", "jvp", 
 ProjectionKind = Literal["sketch", "rademacher", "gaussian"]
 Check = Literal["coupling", "self"]
 
-# What the rows of another job have a part in.
-AGAINST: Final = ("gram", "gram_trace", "vjp")
+# By field the reductions that read it; beside others it is left out.
+READ_BY: Final[Mapping[str, tuple[str, ...]]] = {
+    "dim": ("projection",),
+    "kind": ("projection",),
+    "clip": ("clipped_sum",),
+    "vectors": ("vjp", "jvp"),
+    "against": ("gram", "gram_trace", "vjp"),
+    "against_group": ("gram", "gram_trace", "vjp"),
+}
 
 # A projection holds so many numbers for each row; beyond, the rows themselves are smaller.
 MAX_DIM = 2**24
@@ -91,8 +98,8 @@ class SampleSpec(SharedSpec, frozen=True):
         names = [group.name for group in self.inputs]
         if self.against_group is None and len(names) > 1:
             _refuse(
-                f"inputs: expected one group of inputs, got {', '.join(names)}; submit a job for "
-                f"each, or name one of two in against_group"
+                f"inputs: expected one group, or two of which against names one, got "
+                f"{', '.join(names)}; submit a job for each"
             )
         if self.against_group is not None and (
             len(names) != 2 or self.against_group not in names or self.against is not None
@@ -107,23 +114,24 @@ class SampleSpec(SharedSpec, frozen=True):
         return self
 
     @model_validator(mode="after")
-    def _against_of_products(self) -> Self:
-        reduce, given = getattr(self, "reduce", None), self.against or self.against_group
-        if given is not None and reduce not in AGAINST:
-            _refuse(
-                f"against: expected none with reduce={reduce!r}, got {given!r}; it belongs to "
-                f"{', '.join(map(repr, AGAINST))}"
-            )
+    def _no_field_of_another_reduction(self) -> Self:
+        reduce = getattr(self, "reduce", None)
+        for name, reductions in READ_BY.items():
+            field = type(self).model_fields.get(name)
+            value = getattr(self, name, None)
+            if field is not None and value != field.default and reduce not in reductions:
+                got = repr(value) if isinstance(value, str | int | float) else "some"
+                _refuse(
+                    f"{name.removesuffix('_group')}: expected none with reduce={reduce!r}, got {got}; it belongs to "
+                    f"{', '.join(map(repr, reductions))}"
+                )
         return self
 
     @model_validator(mode="after")
-    def _kind_of_a_projection(self) -> Self:
-        reduce = getattr(self, "reduce", None)
-        if self.kind != "sketch" and reduce != "projection":
-            _refuse(
-                f"kind: expected none with reduce={reduce!r}, got {self.kind!r}; it belongs to "
-                f"'projection'"
-            )
+    def _dim_of_a_projection(self) -> Self:
+        dim = getattr(self, "dim", None)
+        if getattr(self, "reduce", None) == "projection" and (dim is None or dim < 1):
+            _refuse(f"dim: expected a whole number from 1 with reduce='projection', got {dim!r}")
         return self
 
     @model_validator(mode="after")
@@ -154,13 +162,6 @@ class SampleSpec(SharedSpec, frozen=True):
             )
         return form
 
-    @field_validator("dim", check_fields=False)
-    @classmethod
-    def _dim_of_a_projection(cls, dim: int | None, info: ValidationInfo) -> int | None:
-        fits = dim is not None and dim >= 1
-        _check_belongs(dim, fits, info, to="projection", expected="a whole number from 1")
-        return dim
-
 
 class PerSampleGradientSpec(SampleSpec, frozen=True):
     """dℓ_b/dθ of every sample b, ℓ = loss(z, **loss_inputs) of shape (B,).
@@ -175,8 +176,8 @@ class PerSampleGradientSpec(SampleSpec, frozen=True):
     against_loss_inputs: Entries[Identifier, TensorRef] = {}
     reduce: GradientReduction = "none"
     form: Form = "dense"
-    clip: Annotated[float | None, Field(validate_default=True), NUMBER] = None
-    dim: Annotated[int | None, Field(validate_default=True, le=MAX_DIM, strict=True)] = None
+    clip: Annotated[float | None, NUMBER] = None
+    dim: Annotated[int | None, Field(le=MAX_DIM, strict=True)] = None
 
     @model_validator(mode="after")
     def _loss_inputs_of_both(self) -> Self:
@@ -188,12 +189,11 @@ class PerSampleGradientSpec(SampleSpec, frozen=True):
             )
         return self
 
-    @field_validator("clip")
-    @classmethod
-    def _clip_of_a_clipped_sum(cls, clip: float | None, info: ValidationInfo) -> float | None:
-        fits = clip is not None and isfinite(clip) and clip > 0
-        _check_belongs(clip, fits, info, to="clipped_sum", expected="a positive number")
-        return clip
+    @model_validator(mode="after")
+    def _clip_of_a_clipped_sum(self) -> Self:
+        if self.reduce == "clipped_sum" and (self.clip is None or not self.clip > 0):
+            _refuse(f"clip: expected a positive number with reduce='clipped_sum', got {self.clip}")
+        return self
 
 
 class JacobianSpec(SampleSpec, frozen=True):
@@ -205,34 +205,16 @@ class JacobianSpec(SampleSpec, frozen=True):
     computation: Literal["jacobian"]
     reduce: JacobianReduction = "none"
     form: Form = "dense"
-    vectors: Annotated[
-        ConstantRef | Entries[TensorName, ConstantRef] | None, Field(validate_default=True)
-    ] = None
-    dim: Annotated[int | None, Field(validate_default=True, le=MAX_DIM, strict=True)] = None
+    vectors: ConstantRef | Entries[TensorName, ConstantRef] | None = None
+    dim: Annotated[int | None, Field(le=MAX_DIM, strict=True)] = None
 
-    @field_validator("vectors")
-    @classmethod
-    def _vectors_of_a_product(cls, vectors: Any, info: ValidationInfo) -> Any:
-        reduce = info.data.get("reduce")
-        if reduce == "vjp":
-            fits, expected = isinstance(vectors, TensorRef), "one tensor, shaped like z"
-        elif reduce == "jvp":
-            fits, expected = isinstance(vectors, dict) and bool(vectors), "{parameter: tangent}"
-        else:
-            fits, expected = vectors is None, "none"
-        if not fits and reduce is not None:
-            got = "tensors by name" if isinstance(vectors, dict) else "none"
-            got = "one tensor" if isinstance(vectors, TensorRef) else got
-            _refuse(f"expected {expected} with reduce={reduce!r}, got {got}")
-        return vectors
-
-
-def _check_belongs(value: Any, fits: bool, info: ValidationInfo, *, to: str, expected: str) -> None:
-    reduce = info.data.get("reduce")
-    if reduce == to and not fits:
-        _refuse(f"expected {expected} with reduce={to!r}, got {value!r}")
-    if reduce not in (None, to) and value is not None:
-        _refuse(f"expected none with reduce={reduce!r}, got {value!r}; it belongs to {to!r}")
+    @model_validator(mode="after")
+    def _vectors_of_a_product(self) -> Self:
+        if self.reduce == "vjp" and not isinstance(self.vectors, TensorRef):
+            _refuse("vectors: expected one tensor, shaped like z, with reduce='vjp', got another")
+        if self.reduce == "jvp" and not (isinstance(self.vectors, dict) and self.vectors):
+            _refuse("vectors: expected {parameter: tangent} with reduce='jvp', got another")
+        return self
 
 
 def _refuse(why: str) -> None:
