@@ -75,66 +75,12 @@ def test_buffers_of_the_loss_come_only_when_asked_for(twin: TestBox) -> None:
         assert not client.submit(gradient).result(WAIT_S).loss_buffers
 
 
-@pytest.mark.parametrize("batch_first", [False, True])
-def test_attention_over_all_samples_is_exact(twin: TestBox, batch_first: bool) -> None:
-    class Attended(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = nn.MultiheadAttention(3, 3, batch_first=batch_first)
-
-        def forward(self, z: Tensor) -> Tensor:
-            output, _ = self.attention(z, z, z, need_weights=False)
-            return output.square().sum()
-
-    torch.manual_seed(0)
-    shards = CASES["mlp"]().groups["z"]
-    loss = Attended().double()
-    with twin.client() as client:
-        result = client.submit(Gradient(model="mlp", inputs=shards, loss=loss)).result(WAIT_S)
-    model = case_models.mlp()
-    loss(torch.cat([model(shard["0"]) for shard in shards])).backward()
-    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    expected |= {f"loss.{name}": p.grad for name, p in loss.named_parameters()}
-    assert difference(result.grads, expected) <= TOLERANCE
-
-
 def test_a_module_that_is_the_loss_is_refused_at_the_users_own_line(twin: TestBox) -> None:
     shards = CASES["mlp"]().groups["z"]
     with twin.client() as client, pytest.raises(UntraceableLoss) as refused:
         client.submit(Gradient(model="mlp", inputs=shards, loss=nn.Dropout()))
     assert str(refused.value).startswith(__file__)
     assert "nn.Dropout drops entries in train mode" in str(refused.value)
-
-
-class Critic(nn.Module):
-    """A Wasserstein critic whose layer has spectral norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 2))
-
-    def forward(self, z: Tensor) -> Tensor:
-        return self.layer(z).relu().mean() - self.layer(-z).relu().mean()
-
-
-def test_spectral_norm_advances_with_every_call_of_the_layer(twin: TestBox) -> None:
-    torch.manual_seed(0)
-    shards = CASES["mlp"]().groups["z"]
-    model = case_models.mlp()
-    loss = Critic().double()
-    local = copy.deepcopy(loss)
-    local(torch.cat([model(shard["0"]) for shard in shards])).backward()
-    with twin.client() as client:
-        gradient = Gradient(
-            model="mlp", inputs=shards, loss=loss, wrt="*", returns=("grads", "buffers")
-        )
-        result = client.submit(gradient).result(WAIT_S)
-    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    expected |= {f"loss.{name}": p.grad for name, p in local.named_parameters()}
-    assert difference(result.grads, expected) <= TOLERANCE
-    loss.load_state_dict({**result.loss_buffers}, strict=False)
-    for name, buffer in local.named_buffers():
-        torch.testing.assert_close(loss.get_buffer(name), buffer, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 class Likelihood(nn.Module):

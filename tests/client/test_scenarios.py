@@ -163,26 +163,6 @@ def test_weight_decay_spares_what_the_loss_does_not_reach(box: TestBox) -> None:
         torch.testing.assert_close(parameter, local.get_parameter(name))
 
 
-def test_weights_of_the_job_stand_in_for_the_registered_ones(box: TestBox) -> None:
-    shards = CASES["mlp"]().groups["z"]
-    model = case_models.mlp()
-    with torch.no_grad():
-        model[0].weight.mul_(1.5)
-    with box.client() as client:
-        gradient = Gradient(
-            model="mlp",
-            inputs=shards,
-            loss=sum_of_squares,
-            weights={"0.weight": model[0].weight},
-        )
-        result = client.submit(gradient).result(WAIT_S)
-    loss = sum_of_squares(torch.cat([model(shard["0"]) for shard in shards]))
-    loss.backward()
-    assert result.loss == pytest.approx(loss.item(), rel=TOLERANCE)
-    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert difference(result.grads, expected) <= TOLERANCE
-
-
 def test_events_tell_every_state_and_end_with_the_last(box: TestBox) -> None:
     with box.client() as client:
         job = client.submit(Gradient(model="slow", inputs=slow_shards(3), loss=sum_of_squares))

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from gradbox import Gradient, GradResult, InvalidInputs, Penalty, UntraceableLoss
-from gradbox_engine import shard_stream
+import gradbox_engine as engine
+from gradbox import (
+    Forward,
+    Gradient,
+    GradResult,
+    InvalidInputs,
+    InvalidJob,
+    Penalty,
+    UntraceableLoss,
+)
+from gradbox_engine import Group, Objective
 from tests import case_models
 from tests.boxes import TestBox
 from tests.cases import CASES
@@ -31,56 +42,71 @@ def shards_of(case: str) -> list[dict[str, Tensor]]:
     return list(CASES[case]().groups["z"])
 
 
-def test_penalties_add_to_the_loss_and_to_the_gradient(box: TestBox) -> None:
-    shards = shards_of("mlp")
-    penalty = Penalty(at="0", loss=lambda tap: tap.abs().sum(), weight=0.3)
+def absolute(tap: Tensor) -> Tensor:
+    return tap.abs().sum()
+
+
+def of_some(z: Tensor) -> Tensor:
+    return z[:, 0].detach().exp()
+
+
+TERMS: dict[str, dict[str, Any]] = {
+    "nothing but a loss": {},
+    "no dropout": {"mode": "eval"},
+    "another seed": {"seed": 7},
+    "nothing kept": {"retain": 0},
+    "everything kept": {"retain": 2**30},
+    "fp64": {"precision": "fp64"},
+    "streams of samples": {"streams": "sample"},
+    "an order": {"order": torch.randperm(14, generator=torch.Generator().manual_seed(0))},
+    "weights": {"weights": {"0.weight": torch.full((8, 5), 0.3).double()}},
+    "a module's name": {"wrt": ["0"]},
+    "modules by a pattern": {"wrt": ["[24]"]},
+    "gradients of inputs, and of some parameters": {"wrt": ["inputs.0", "4.*"]},
+    "gradients of inputs alone": {"wrt": ["inputs.*"]},
+    "a penalty": {"penalties": [Penalty(at="0", loss=absolute, weight=0.3)]},
+    "a penalty with a scale for each sample": {
+        "penalties": [Penalty(at="0", loss=absolute, per_sample_scale=of_some)]
+    },
+}
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_terms_of_a_job_are_those_of_the_engine(box: TestBox, name: str) -> None:
+    shards, terms = shards_of("mlp"), {"mode": "train", "seed": 3, "retain": "auto"} | TERMS[name]
+    returns = ("grads", "outputs", "cotangents")
     result = submitted(
-        box, Gradient(model="mlp", inputs=shards, loss=mean_square, penalties=[penalty])
+        box, Gradient(model="mlp", inputs=shards, loss=mean_square, returns=returns, **terms)
     )
-    model = case_models.mlp()
-    taps: list[Tensor] = []
-    model[0].register_forward_hook(lambda _module, _inputs, output: taps.append(output))
-    loss = mean_square(torch.cat([model(shard["0"]) for shard in shards]))
-    loss = loss + sum(0.3 * tap.abs().sum() for tap in taps)
-    loss.backward()
-    assert result.loss == pytest.approx(loss.item(), rel=TOLERANCE)
-    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert difference(result.grads, expected) <= TOLERANCE
-
-
-def test_a_per_sample_scale_rescales_the_penalty_alone(box: TestBox) -> None:
-    shards = shards_of("mlp")
-    given = {"model": "mlp", "inputs": shards, "loss": mean_square}
-
-    def penalised(scale: float) -> GradResult:
-        penalty = Penalty(
-            at="0",
-            loss=lambda tap: tap.square().sum(),
-            per_sample_scale=lambda z: scale * torch.ones_like(z[:, 0]),
-        )
-        return submitted(box, Gradient(**given, penalties=[penalty]))
-
-    plain, once, twice = submitted(box, Gradient(**given)), penalised(1.0), penalised(2.0)
-    assert once.loss == twice.loss > plain.loss
-    for name in plain.names:
-        added = once.grads[name] - plain.grads[name]
-        torch.testing.assert_close(twice.grads[name] - plain.grads[name], 2 * added)
-
-
-def test_what_is_retained_changes_the_receipt_and_no_bit_of_the_gradient(box: TestBox) -> None:
-    shards = shards_of("mlp")
-
-    def retained(budget: int) -> GradResult:
-        return submitted(
-            box,
-            Gradient(model="mlp", inputs=shards, loss=mean_square, mode="train", retain=budget),
-        )
-
-    none, all_of_them = retained(0), retained(2**30)
-    assert none.manifest.shards_replayed == len(shards) - 1  # the last graph is there already
-    assert all_of_them.manifest.shards_retained == len(shards)
-    assert none.loss == all_of_them.loss
-    assert all(torch.equal(none.grads[n], all_of_them.grads[n]) for n in none.names)
+    given = terms | {
+        "penalties": [
+            engine.Penalty(
+                at=p.at, loss=p.loss, weight=p.weight, per_sample_scale=p.per_sample_scale
+            )
+            for p in terms.get("penalties", [])
+        ]
+    }
+    group = Group("z", shards, order=given.pop("order", None))
+    expected = engine.set_gradient(
+        case_models.mlp(), [group], Objective(mean_square), returns=returns, **given
+    )
+    assert result.loss == pytest.approx(expected.loss, rel=TOLERANCE)
+    assert list(result.names) == list(expected.grads)
+    assert not expected.grads or difference(result.grads, expected.grads) <= TOLERANCE
+    for found, right in (
+        (result.outputs["z"], expected.outputs["z"]),
+        (result.cotangents["z"], expected.cotangents["z"]),
+        *(
+            (result.input_grads[f"z/{index}/{argument}"], gradient)
+            for argument, shards in (expected.input_grads or {}).get("z", {}).items()
+            for index, gradient in enumerate(shards)
+        ),
+    ):
+        torch.testing.assert_close(found, right, rtol=TOLERANCE, atol=TOLERANCE)
+    manifest = result.manifest
+    assert (manifest.seed, manifest.mode) == (terms["seed"], terms["mode"])
+    assert manifest.shards_replayed == expected.replayed
+    assert manifest.shards_retained == expected.retained
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16", "fp64"])
@@ -94,52 +120,27 @@ def test_every_precision_is_stated_and_close(box: TestBox, precision: str) -> No
     assert all(gradient.dtype in (torch.float32, DOUBLE) for gradient in result.grads.values())
 
 
-def test_order_permutes_the_outputs_before_the_loss_sees_them(box: TestBox) -> None:
-    shards = shards_of("mlp")
-    outputs = torch.cat([case_models.mlp()(shard["0"]) for shard in shards])
-    order = torch.randperm(len(outputs), generator=torch.Generator().manual_seed(0))
-    gradient = Gradient(
-        model="mlp",
-        inputs=shards,
-        loss=mean_square,
-        order=order,
-        returns=("grads", "outputs", "cotangents"),
-    )
-    result = submitted(box, gradient)
-    torch.testing.assert_close(result.outputs["z"], outputs[order].detach())
-    torch.testing.assert_close(result.cotangents["z"], 2 * result.outputs["z"] / outputs.numel())
-
-
-def test_gradients_of_inputs_come_back_shard_by_shard(box: TestBox) -> None:
-    shards = shards_of("mlp")
-    result = submitted(
-        box, Gradient(model="mlp", inputs=shards, loss=mean_square, wrt=["inputs.0", "4.*"])
-    )
-    model = case_models.mlp()
-    leaves = [shard["0"].clone().requires_grad_() for shard in shards]
-    mean_square(torch.cat([model(leaf) for leaf in leaves])).backward()
-    assert set(result.grads) == {"4.weight", "4.bias"}
-    for index, leaf in enumerate(leaves):
-        torch.testing.assert_close(result.input_grads[f"z/{index}/0"], leaf.grad)
+def test_outputs_alone_are_those_of_a_gradient_and_have_no_loss(box: TestBox) -> None:
+    case = CASES["cnn in train"]()
+    shards, returns = case.groups["z"], ("outputs", "buffers")
+    given = {"model": case.model.__name__, "inputs": shards, "mode": "train", "returns": returns}
+    result = submitted(box, Forward(**given))
+    expected = submitted(box, Gradient(**given, loss=mean_square))
+    assert result.outputs["z"].dtype == DOUBLE
+    assert torch.equal(result.outputs["z"], expected.outputs["z"])
+    assert result.buffers.keys() == expected.buffers.keys()
+    assert all(torch.equal(result.buffers[n], b) for n, b in expected.buffers.items())
+    assert result.manifest.rows == {"z": [len(shard["0"]) for shard in shards]}
+    assert result.manifest.computation == "forward"
+    with pytest.raises(InvalidJob, match="forward"):
+        _ = result.loss
+    assert "loss" not in repr(result)
 
 
 def test_gradients_of_inputs_without_a_floating_point_one_are_refused(box: TestBox) -> None:
     given = {"model": "transformer", "inputs": [torch.arange(8).reshape(2, 4)], "output": "hidden"}
     with pytest.raises(InvalidInputs, match="returns: expected a floating-point argument"):
         submitted(box, Gradient(**given, loss=mean_square, returns=("grads", "input_grads")))
-
-
-@pytest.mark.parametrize(
-    ("wrt", "selected"),
-    [("0", ["0.weight", "0.bias"]), ("[24]", ["2.weight", "2.bias", "4.weight", "4.bias"])],
-)
-def test_a_module_s_name_stands_for_all_parameters_below_it(
-    box: TestBox, wrt: str, selected: list[str]
-) -> None:
-    model = case_models.mlp()
-    expected = [n for n, _ in model.named_parameters() if n in selected]
-    given = {"model": "mlp", "inputs": shards_of("mlp"), "loss": mean_square}
-    assert list(submitted(box, Gradient(**given, wrt=wrt)).grads) == expected
 
 
 def test_asking_for_input_gradients_needs_no_wrt(box: TestBox) -> None:
@@ -149,25 +150,6 @@ def test_asking_for_input_gradients_needs_no_wrt(box: TestBox) -> None:
     )
     assert len(result.input_grads) == len(shards)
     assert not result.grads
-
-
-def test_sample_streams_do_not_depend_on_the_cut(box: TestBox) -> None:
-    x = torch.randn(12, 5, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
-
-    def cut(size: int) -> GradResult:
-        return submitted(
-            box,
-            Gradient(
-                model="mlp",
-                inputs=list(x.split(size)),
-                loss=mean_square,
-                mode="train",
-                streams="sample",
-            ),
-        )
-
-    coarse, fine = cut(6), cut(2)
-    assert difference(fine.grads, dict(coarse.grads)) <= 1e-6
 
 
 def test_one_group_may_go_by_any_name(box: TestBox) -> None:
@@ -224,21 +206,6 @@ def test_an_untraceable_penalty_names_itself(box: TestBox) -> None:
             box,
             Gradient(model="mlp", inputs=shards_of("mlp"), loss=mean_square, penalties=[penalty]),
         )
-
-
-def test_the_naive_reference_draws_the_masks_that_the_box_draws(box: TestBox) -> None:
-    shards = shards_of("mlp")
-    result = submitted(
-        box,
-        Gradient(model="mlp", inputs=shards, loss=mean_square, mode="train", returns=("outputs",)),
-    )
-    model = case_models.mlp().train()
-    for index, shard in enumerate(shards):
-        with shard_stream(0, group=0, shard=index):
-            z = model(shard["0"])
-        size = len(z)
-        start = sum(len(shards[i]["0"]) for i in range(index))
-        torch.testing.assert_close(result.outputs["z"][start : start + size], z.detach())
 
 
 def test_gradients_of_inputs_through_a_model_without_parameters(box: TestBox) -> None:
