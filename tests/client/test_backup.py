@@ -32,7 +32,7 @@ def test_a_copy_taken_while_redis_writes_its_files_anew_is_whole(tmp_path: Path)
     writer = threading.Thread(target=write)
     writer.start()
     try:
-        for _ in range(30):
+        for _ in range(10):
             least = int(connection.incr("count"))  # type: ignore[arg-type]
             given = [str(dest), "--data", str(data), "--models", str(models)]
             assert main(["backup", *given]) == 0

@@ -65,7 +65,7 @@ def example(name: str) -> ModuleType:
 
 
 @pytest.mark.parametrize(
-    "num_steps", [4, pytest.param(30, marks=pytest.mark.slow)], ids=["short", "whole"]
+    "num_steps", [3, pytest.param(30, marks=pytest.mark.slow)], ids=["short", "whole"]
 )
 def test_training_the_last_block_is_as_without_a_box(
     real: TestBox, uploads: list[str], num_steps: int

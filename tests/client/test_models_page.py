@@ -206,30 +206,27 @@ def test_the_program_of_the_page_prints_one(
     assert 'model="minilm"' in capsys.readouterr().out
 
 
-def test_the_users_commands(at_box: TestBox, capsys: pytest.CaptureFixture[str]) -> None:
-    run_lines(USERS)
-    said = capsys.readouterr().out
-    assert re.search(r"^minilm +22,713,216 +86\.7 MiB +[0-9a-f]{12} +usable$", said, re.MULTILINE)
-    assert re.search(r"^gone +not usable: .*found none at", said, re.MULTILINE)
-    assert "from gradbox import GradClient, Gradient" in said
-
-
 def test_a_model_that_cannot_be_built_is_shown_and_refused(
     at_box: TestBox, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert run_alone(register, ["models", "list"]) == 0
+    assert re.search(r"^gone +not usable: .*found none at", capsys.readouterr().out, re.MULTILINE)
     assert run_alone(register, ["models", "show", "gone"]) == 1
     assert "gone cannot be used: models.gone.source: expected a folder" in capsys.readouterr().err
     with at_box.client() as client, pytest.raises(UnusableModel, match="expected a folder"):
         client.model("gone")
 
 
-def test_a_reload_brings_a_new_model(at_box: TestBox, folder: Path) -> None:
+def test_the_users_commands_bring_a_new_model(
+    at_box: TestBox, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     models = folder / "models.toml"
     (folder / "gone").symlink_to(get_model_path())
-    with at_box.client() as client:
-        found = client.reload_models(timeout_s=60)
-        assert found.reloading == []
-        assert {view.name: view.usable for view in found.models}["gone"]
+    run_lines(USERS)
+    said = capsys.readouterr().out
+    assert re.search(r"^minilm +22,713,216 +86\.7 MiB +[0-9a-f]{12} +usable$", said, re.MULTILINE)
+    assert re.search(r"^gone .* usable$", said, re.MULTILINE)
+    assert "from gradbox import GradClient, Gradient" in said
     models.write_text(models.read_text() + "[models.gone]\n")
     with at_box.client() as client:
         (error,) = client.reload_models(timeout_s=60).errors.values()

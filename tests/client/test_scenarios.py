@@ -208,8 +208,8 @@ def test_waiting_ends_in_time_and_the_job_goes_on(box: TestBox) -> None:
         job.wait(WAIT_S)
 
 
-def test_who_waits_in_vain_is_told_that_the_box_is_paused(box: TestBox) -> None:
-    with box.client() as client, box.http(box.owner_token) as owner:
+def test_who_waits_in_vain_is_told_that_the_box_is_paused(twin: TestBox) -> None:
+    with twin.client() as client, twin.http(twin.owner_token) as owner:
         job = client.submit(Gradient(model="slow", inputs=slow_shards(100), loss=sum_of_squares))
         with pytest.raises(TimeoutError, match=r"within 0\.3 s, .*it is (queued, pos|running)"):
             job.wait(timeout=0.3)
@@ -223,9 +223,9 @@ def test_who_waits_in_vain_is_told_that_the_box_is_paused(box: TestBox) -> None:
         job.wait(WAIT_S)
 
 
-def test_a_silent_queue_does_not_hold_a_wait_beyond_its_time(box: TestBox) -> None:
+def test_a_silent_queue_does_not_hold_a_wait_beyond_its_time(twin: TestBox) -> None:
     slow = Gradient(model="slow", inputs=slow_shards(100), loss=sum_of_squares)
-    with box.client() as client:
+    with twin.client() as client:
         first, second = client.submit(slow), client.submit(slow)
         with pytest.raises(TimeoutError):
             second.wait(timeout=0.5)

@@ -16,7 +16,7 @@ from tests.boxes import TestBox, running_box
 from tests.client import zoo
 from tests.device import DEVICE
 
-NUM_STEPS = 30
+NUM_STEPS = 15
 STEP_BYTES = 2 * sum(p.numel() * 8 for p in zoo.large().parameters())  # weights, and gradients
 LEARNING_RATE = 0.1
 

@@ -109,14 +109,13 @@ def test_a_box_outlives_its_parts_and_refuses_a_second_one(
     assert f"process {up.process.pid}" in said
     assert str(data) in said
 
-    for module in ("gradbox_service", "gradbox_worker"):
-        (killed,) = parts_of(data, f"-m {module} ")
+    parts = ("-m gradbox_service ", "-m gradbox_worker ", "unixsocket:")
+    for part in parts:
+        (killed,) = parts_of(data, part)
         os.kill(killed, signal.SIGKILL)
-        assert eventually(lambda module=module: bool(parts_of(data, f"-m {module} ")))
-        run_one_job(data)
-    (redis,) = parts_of(data, "unixsocket:")
-    os.kill(redis, signal.SIGKILL)
-    assert eventually(lambda: parts_of(data, "unixsocket:") not in ([], [redis]))
+        assert eventually(
+            lambda part=part, killed=killed: parts_of(data, part) not in ([], [killed])
+        )
     run_one_job(data)
 
     _, said = up.stop(signal.SIGKILL)
@@ -134,7 +133,7 @@ def test_a_command_runs_while_the_box_is_up(start: Callable[..., Up], tmp_path: 
     assert not parts_of(tmp_path / "data")
 
 
-def test_a_box_in_the_background_runs_until_it_is_drained_or_taken_down(
+def test_a_box_in_the_background_keeps_short_logs_until_it_is_drained_or_taken_down(
     start: Callable[..., Up], models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = tmp_path / "data"
@@ -143,9 +142,18 @@ def test_a_box_in_the_background_runs_until_it_is_drained_or_taken_down(
     monkeypatch.delenv("GRADBOX_URL", raising=False)
     with models.open("a") as file:
         file.write('[models.lost]\nbuilder = "python"\nsource = "nowhere.py:make"\n')
+    logs = [data / "logs" / "up.log", data / "redis" / "redis.log"]
+    for log in logs:
+        log.parent.mkdir(parents=True)
+        log.write_bytes(b"x" * (LONGEST_LOG_BYTES + 1))
     code, said = start("--wait").finish()
     assert code == 0, said
     assert "the model 'lost' cannot be used" in said
+    assert eventually(lambda: all(log.stat().st_size < 10**6 for log in logs))
+    assert all(log.with_suffix(".log.1").stat().st_size == LONGEST_LOG_BYTES for log in logs)
+    notes = [line for line in logs[0].read_text().splitlines() if "gradbox up: " in line]
+    assert notes
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d gradbox up: ", line) for line in notes)
     assert "GRADBOX_REDIS_URL is not used" in said
     assert f"gradbox down --data {data}" in said
     assert holder_of(data) is not None
@@ -193,24 +201,6 @@ def test_a_box_that_does_not_get_ready_says_what_it_waits_for_and_how_it_ended(
     assert code == 1
     assert "the box was ended by SIGKILL before it was ready" in said
     assert "data/logs/up.log" in said
-
-
-def test_the_logs_of_the_box_and_of_its_redis_stay_short_and_say_when(
-    start: Callable[..., Up], tmp_path: Path
-) -> None:
-    logs = [tmp_path / "data" / "logs" / "up.log", tmp_path / "data" / "redis" / "redis.log"]
-    for log in logs:
-        log.parent.mkdir(parents=True)
-        log.write_bytes(b"x" * (LONGEST_LOG_BYTES + 1))
-    code, said = start("--wait").finish()
-    assert code == 0, said
-    assert eventually(lambda: all(log.stat().st_size < 10**6 for log in logs))
-    assert all(log.with_suffix(".log.1").stat().st_size == LONGEST_LOG_BYTES for log in logs)
-    lines = logs[0].read_text().splitlines()
-    told = [line for line in lines if "gradbox up: " in line]
-    assert told
-    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d gradbox up: ", line) for line in told)
-    assert main(["down", "--data", str(tmp_path / "data")]) == 0
 
 
 def test_without_the_workers_packages_it_says_what_to_install(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -57,10 +57,10 @@ def named(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def parsed() -> Iterator[tuple[str, ast.Module]]:
-    """Yield the name of each source file, and its syntax tree."""
-    for path in SOURCES:
-        yield named(path), ast.parse(path.read_text())
+@cache
+def parsed() -> list[tuple[str, ast.Module]]:
+    """Return the name of each source file, and its syntax tree."""
+    return [(named(path), ast.parse(path.read_text())) for path in SOURCES]
 
 
 def modules_loaded_by(statement: str) -> set[str]:

@@ -40,47 +40,6 @@ def test_an_outer_term_is_written_over_anything_and_added_to_anything(
     torch.testing.assert_close(out, 2 * array, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("sizes", SIZES)
-def test_an_outer_term_is_written_to_some_outputs_of_a_larger_array(
-    sizes: tuple[int, ...], transposed: bool
-) -> None:
-    term, array = outer(sizes, transposed=transposed)
-    whole = torch.full(
-        (array.shape[0], 2 + array.shape[1], *array.shape[2:]), float("nan"), dtype=DOUBLE
-    )
-    term.write(whole[:, 1:-1], accumulate=False)
-    torch.testing.assert_close(whole[:, 1:-1], array, rtol=TOLERANCE, atol=TOLERANCE)
-    assert whole[:, (0, -1)].isnan().all()
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("sizes", SIZES)
-def test_the_weighted_sum_of_one_sample_s_rows_is_that_of_the_array(
-    sizes: tuple[int, ...], transposed: bool
-) -> None:
-    term, array = outer(sizes, transposed=transposed)
-    cotangent = made(1, array.shape[1], seed=2)
-    found = term.narrow(slice(1, 2), slice(None)).vjp(cotangent)
-    expected = torch.tensordot(cotangent[0], array[1], 1)
-    torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
-
-
-@pytest.mark.parametrize("channels_first", [False, True])
-@pytest.mark.parametrize("positions", [1, 3])
-@pytest.mark.parametrize("samples", [slice(None), slice(1, 2)])
-def test_the_weighted_sum_of_a_bias_s_rows_is_that_of_the_array(
-    samples: slice, positions: int, channels_first: bool
-) -> None:
-    left = made(2, 4, positions, 5)
-    kept = left.mT.contiguous() if channels_first else left
-    term = Positions("b", (5,), kept, channels_first).narrow(samples, slice(None))
-    array = left.sum(2).transpose(0, 1)[samples]
-    cotangent = made(len(array), 2, seed=2)
-    expected = torch.einsum("by,byo->o", cotangent, array)
-    torch.testing.assert_close(term.vjp(cotangent), expected, rtol=TOLERANCE, atol=TOLERANCE)
-
-
 def layer(name: str, left: Tensor, right: Tensor) -> dict[str, Term]:
     shape = (left.shape[-1], right.shape[-1])
     return {

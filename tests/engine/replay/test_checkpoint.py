@@ -37,8 +37,16 @@ def expected_answer(name):
     return answer(CASES[name]())
 
 
-@pytest.mark.parametrize("retain", [0, PLENTY])
-@pytest.mark.parametrize("place", [("forward", 1), ("cotangents", 0), ("replay", 0), ("replay", 1)])
+@pytest.mark.parametrize(
+    ("place", "retain"),
+    [
+        (("forward", 1), PLENTY),
+        (("cotangents", 0), 0),
+        (("replay", 0), PLENTY),
+        (("replay", 1), 0),
+        (("replay", 1), PLENTY),
+    ],
+)
 @pytest.mark.parametrize("name", CASES)
 def test_a_killed_job_goes_on_with_the_same_bits(name, place, retain):
     case = CASES[name]()

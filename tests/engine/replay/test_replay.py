@@ -126,11 +126,6 @@ def test_nothing_comes_back_that_was_not_asked_for():
     assert result.buffers is result.outputs is result.cotangents is result.input_grads is None
 
 
-def test_parameters_of_the_loss_come_back_by_name():
-    result = answer(CASES["two towers"]())
-    assert result.grads["loss.log_scale"].shape == ()
-
-
 def test_parameters_of_the_loss_that_it_does_not_use_are_zeros_and_named():
     unused = torch.ones(2, requires_grad=True)
     case = CASES["mlp"]()
@@ -196,12 +191,6 @@ def test_a_view_of_a_large_activation_does_not_keep_it():
     )
     held.append(result.outputs["z"])
     assert held[0].untyped_storage().nbytes() == held[0].nbytes
-
-
-@pytest.mark.parametrize("name", ["cnn in train", "lstm", "transformer", "average by .data"])
-def test_the_same_job_gives_the_same_bits(name):
-    first, second = answer(CASES[name]()), answer(CASES[name]())
-    assert all(same_bits(first.grads[n], second.grads[n]) for n in first.grads)
 
 
 def test_sequences_are_read_shard_by_shard():
