@@ -157,12 +157,9 @@ def _keys(value: Any) -> Iterator[str]:
             yield from _keys(inner)
 
 
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [("POST", "/v1/session"), ("PUT", "/v1/operation"), ("GET", "/v1/jobs"), ("POST", "/nowhere")],
-)
+@pytest.mark.parametrize(("method", "path"), [("POST", "/v1/session"), ("PUT", "/v1/operation")])
 @pytest.mark.parametrize("chunked", [True, False])
-def test_a_large_body_is_refused_where_none_is_read(
+def test_a_large_body_is_refused_before_it_is_parsed(
     small_box: Box, method: str, path: str, *, chunked: bool
 ) -> None:
     sent = 0

@@ -20,7 +20,7 @@ from gradbox_service.dashboard import pages
 from gradbox_service.dashboard.board import Board
 from gradbox_service.http import openapi, problems
 from gradbox_service.http.allowances import Allowance, RateLimit, open_streams, open_transfers
-from gradbox_service.http.bodies import Bodies, SmallBodies
+from gradbox_service.http.bodies import Bodies
 from gradbox_service.http.event_hub import Hub
 from gradbox_service.http.routes import blobs, box, jobs, losses, models, probes, results, session
 from gradbox_service.queue.dispatch import Dispatcher
@@ -98,7 +98,6 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
     app.state.cleaner = Cleaner(settings, backing)
     app.state.quota = Quota(settings.owner_quota_bytes, box=backing, cleaner=app.state.cleaner)
     app.state.bodies = Bodies(folder=settings.data, limit_bytes=settings.max_spec_bytes)
-    app.add_middleware(SmallBodies)
     app.add_middleware(
         RateLimit,
         allowance=Allowance(settings.requests_per_s),
@@ -115,7 +114,7 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
     # The outermost: it gives refusals an id too.
     app.add_middleware(RequestWatch, metrics=app.state.metrics)
     problems.install(app)
-    for module in (blobs, jobs, results, losses, models, box, session, probes):
+    for module in (jobs, blobs, results, losses, models, box, session, probes):
         app.include_router(module.router)
     app.include_router(pages.router())
     app.openapi = cache(partial(openapi.describe, app))  # type: ignore[method-assign]

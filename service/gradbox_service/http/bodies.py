@@ -6,8 +6,8 @@ have several parts: a job and the small blobs that it names, in one request. The
 multipart/form-data (RFC 7578), which `curl -F` sends. The part named `job` is what `POST /v1/jobs`
 takes alone; every other part is a blob, named by its digest.
 
-Any other body is small (`SmallBodies`): FastAPI reads it whole, and parses it, before it looks at
-who sends it.
+Any other body is small (`small_body`): FastAPI parses it before it looks at who sends it. Where a
+route takes none, the server drops it unread.
 """
 
 from __future__ import annotations
@@ -25,11 +25,8 @@ from fastapi import Request
 from python_multipart import FormParser
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import Field, File, parse_options_header
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gradbox.errors import BlobTooLarge, InvalidJob
-from gradbox.protocol import Problem
-from gradbox_service.http.problems import problem_response
 from gradbox_service.settings import KIB, MIB
 
 LARGE_BYTES = 256 * KIB
@@ -178,44 +175,24 @@ def _content(part: Field | File) -> bytes:
     return part.file_object.read()
 
 
-class SmallBodies:
-    """ASGI middleware: refuses a larger body, but where the route reads it by itself."""
+async def small_body(request: Request) -> bytes:
+    """Return the body of a request that FastAPI is to parse.
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or _reads_by_itself(scope):
-            await self._app(scope, receive, send)
-            return
-        request = Request(scope)
-        size_bytes = announced_bytes(request)
-        received: list[Message] = []
-        more = size_bytes > 0 or "transfer-encoding" in request.headers
-        while more and size_bytes <= SMALL_BYTES:
-            received.append(await receive())
-            size_bytes = sum(len(message.get("body", b"")) for message in received)
-            more = received[-1].get("more_body", False)
-        if size_bytes > SMALL_BYTES:
-            too_large = BlobTooLarge(
-                f"expected a body of at most {SMALL_BYTES} bytes for {scope['method']} "
-                f"{scope['path']}, got more; jobs go to POST /v1/jobs, tensors to PUT "
-                "/v1/blobs/{sha256}"
-            )
-            await problem_response(Problem.of(too_large), request)(scope, receive, send)
-            return
-        received.reverse()
-
-        async def again() -> Message:
-            return received.pop() if received else await receive()
-
-        await self._app(scope, again, send)
-
-
-def _reads_by_itself(scope: Scope) -> bool:
-    """Return whether the request is one of those whose body has limits of its own."""
-    method: str = scope["method"]
-    path: str = scope["path"]
-    return (method == "PUT" and path.startswith("/v1/blobs/")) or (
-        method == "POST" and path == "/v1/jobs"
-    )
+    Raises:
+        BlobTooLarge: it has more than `SMALL_BYTES`, or says that it will.
+    """
+    received = bytearray()
+    is_small = announced_bytes(request) <= SMALL_BYTES
+    if is_small:
+        async for chunk in request.stream():
+            received += chunk
+            is_small = len(received) <= SMALL_BYTES
+            if not is_small:
+                break
+    if not is_small:
+        raise BlobTooLarge(
+            f"expected a body of at most {SMALL_BYTES} bytes for {request.method} "
+            f"{request.url.path}, got more; jobs go to POST /v1/jobs, tensors to PUT "
+            "/v1/blobs/{sha256}"
+        )
+    return bytes(received)
