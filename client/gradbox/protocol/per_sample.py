@@ -122,8 +122,8 @@ class SampleSpec(SharedSpec, frozen=True):
             if field is not None and value != field.default and reduce not in reductions:
                 got = repr(value) if isinstance(value, str | int | float) else "some"
                 _refuse(
-                    f"{name.removesuffix('_group')}: expected none with reduce={reduce!r}, got {got}; it belongs to "
-                    f"{', '.join(map(repr, reductions))}"
+                    f"{name.removesuffix('_group')}: expected none with reduce={reduce!r}, got "
+                    f"{got}; it belongs to {', '.join(map(repr, reductions))}"
                 )
         return self
 
