@@ -24,9 +24,9 @@ from gradbox_service.backing import Backing
 from gradbox_service.http.app import create_app
 from gradbox_service.settings import Settings
 from gradbox_service.up.embedded_redis import EmbeddedRedis
-from gradbox_worker.turns.inline import InlineWorker
 from tests.device import DEVICE
 from tests.inprocess import InProcessTransport
+from tests.inthread import InThreadWorker
 
 ROOT = Path(__file__).resolve().parents[1]
 READY = "gradbox ready at "
@@ -65,7 +65,7 @@ def twin_box(data: Path, *, models: Path) -> Iterator[TestBox]:
     redis = EmbeddedRedis.start(data / "redis", appendfsync="no")
     settings = Settings(data=data, redis_url=redis.url)
     backing = Backing.on_redis(settings)
-    worker = InlineWorker(
+    worker = InThreadWorker(
         models,
         records=backing.records,
         turns=backing.turns,

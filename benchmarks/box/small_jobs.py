@@ -55,7 +55,7 @@ AT_ONCE: Final = 200
 THREADS: Final = 16
 ROLES: Final = {
     "gradbox_service": "service",
-    "gradbox_worker.device.main": "device",
+    "gradbox_worker.turns.main": "device",
     "gradbox_worker": "worker",
     "valkey": "Redis",
 }

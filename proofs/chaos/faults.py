@@ -17,7 +17,6 @@ from proofs.chaos.processes import Process
 from proofs.chaos.proxy import Proxy
 from proofs.chaos.recovery import Observer, Recoveries
 
-BESIDE: Final = ("template", "beside")
 LONG_FREEZE_S: Final = 24.0
 """Longer than a worker's lease, and than `gradbox up` waits for a worker that says nothing."""
 
@@ -114,20 +113,6 @@ def _kill_worker(scene: Scene) -> str | None:
             scene.recoveries.add("worker's job resumed", seconds)
         seconds = scene.observer.until_working(process.name, since_s=since_s)
         scene.recoveries.add("worker working again", seconds)
-
-    scene.watch(measure)
-    return process.name
-
-
-def _kill_beside(scene: Scene) -> str | None:
-    """Kill a template, or the guardian of what a device started."""
-    process = _one(scene, *BESIDE)
-    if process is None or not process.signal(signal.SIGKILL):
-        return None
-
-    def measure() -> None:
-        seconds = scene.observer.until_template(process.name, other_than=process.pid)
-        scene.recoveries.add("template ready", seconds)
 
     scene.watch(measure)
     return process.name
@@ -255,7 +240,7 @@ FAULTS = (
     Fault("kill a worker", 3, _kill_worker, _kill("worker")),
     Fault("kill the service", 3, _kill_service, _kill("service")),
     Fault("kill valkey", 3, _kill_valkey, _kill("valkey")),
-    Fault("kill what stands beside a device", 1, _kill_beside, _kill(*BESIDE)),
+    Fault("kill what stands beside a device", 1, _kill("beside"), _kill("beside")),
     Fault("freeze a device", 2, _freeze("device", 0.2, 3.0)),
     Fault("freeze a worker", 2, _freeze("worker", 0.2, 3.0)),
     Fault("freeze the service", 2, _freeze("service", 0.2, 2.0)),

@@ -110,7 +110,7 @@ def judge_processes(box: Box, findings: Findings) -> None:
     give_up = time.monotonic() + 30.0
     while True:
         # What a worker keeps beside its device is started again as it is needed.
-        found = [p for p in box.processes() if p.role not in ("template", "beside")]
+        found = [p for p in box.processes() if p.role != "beside"]
         if Counter(p.role for p in found) == expected or time.monotonic() > give_up:
             break
         time.sleep(0.2)

@@ -3,8 +3,7 @@
 gradbox up ─┬─ valkey
             ├─ service
             └─ worker ─┬─ device
-                       ├─ template, once it can be forked
-                       └─ what else it keeps beside the device: a guardian, what becomes a template
+                       └─ what it keeps beside the device: a guardian
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Role = Literal["up", "valkey", "service", "worker", "device", "template", "beside", "other"]
+Role = Literal["up", "valkey", "service", "worker", "device", "beside", "other"]
 # An entry of the environment that `gradbox up` and all that it starts inherit.
 MARK = "GRADBOX_CHAOS"
 # What processes call themselves.
-NAMES: dict[str, Role] = {"gradbox-device": "device", "gradbox-templ": "template"}
-BELOW_A_WORKER: tuple[Role, ...] = ("device", "template", "beside")
+NAMES: dict[str, Role] = {"gradbox-device": "device"}
+BELOW_A_WORKER: tuple[Role, ...] = ("device", "beside")
 
 
 @dataclass(frozen=True)

@@ -142,29 +142,14 @@ class Observer:
         def whole() -> bool:
             found = self._box.processes()
             counts = {role: sum(p.role == role for p in found) for role in ("service", "valkey")}
-            devices, templates = (
-                {p.name for p in found if p.role == role} for role in ("device", "template")
-            )
+            devices = {p.name for p in found if p.role == "device"}
             return (
                 counts == {"service": 1, "valkey": 1}
-                and len(devices) == len(templates) == self._box.num_workers
+                and len(devices) == self._box.num_workers
                 and self._answers("/readyz")
             )
 
         return seconds_until(whole)
-
-    def until_template(self, worker: str, *, other_than: int) -> float | None:
-        """Return the seconds until the next device of a worker can be forked.
-
-        Args:
-            other_than: the process that was killed, and may not have ended yet.
-        """
-
-        def ready() -> bool:
-            templates = self._box.processes("template")
-            return any(p.name == worker and p.pid != other_than for p in templates)
-
-        return seconds_until(ready)
 
     def _answers(self, path: str) -> bool:
         token = next(iter(self._box.tokens.values()))

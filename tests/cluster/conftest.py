@@ -48,7 +48,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterBox]:
     models = write_cluster_models(folder / "models.toml")
     mark = uuid.uuid4().hex
     # One worker, for its start takes as long as a device's; jobs come one after the other.
-    arguments = ("--cluster", "local", "--device", "cpu,cpu", "--no-template", "--workers", "1")
+    arguments = ("--cluster", "local", "--device", "cpu,cpu", "--workers", "1")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, mark)
         patch.setenv("GRADBOX_CHECKPOINT_AFTER_S", "0.2")

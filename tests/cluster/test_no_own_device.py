@@ -32,7 +32,7 @@ def nodes_and_box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[No
     with running_nodes(1, mark=uuid.uuid4().hex) as nodes:
         nodes.order("take")
         nodes.order(f"join without {folder}")
-        arguments = ("--cluster", nodes.address, "--device", "cpu", "--no-template")
+        arguments = ("--cluster", nodes.address, "--device", "cpu")
         with running_box(folder / "data", models=file, arguments=arguments) as box:
             yield nodes, box
 

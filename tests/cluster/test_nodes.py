@@ -94,7 +94,7 @@ def nodes_and_box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[No
     folder, mark = tmp_path_factory.mktemp("nodes"), uuid.uuid4().hex
     file = models_in_a_folder(folder / "models")
     with running_nodes(3, mark=mark) as nodes:
-        arguments = ("--cluster", nodes.address, "--device", "cpu", "--no-template")
+        arguments = ("--cluster", nodes.address, "--device", "cpu")
         with running_box(folder / "data", models=file, arguments=arguments) as box:
             yield nodes, ClusterBox(box, mark, file)
 

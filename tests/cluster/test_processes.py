@@ -69,7 +69,7 @@ def test_nothing_outlives_a_box(
     mark = uuid.uuid4().hex
     monkeypatch.setenv(VARIABLE, mark)
     models = write_cluster_models(tmp_path / "models.toml")
-    arguments = ["--models", str(models), "--port", "0", "--device", "cpu", "--no-template"]
+    arguments = ["--models", str(models), "--port", "0", "--device", "cpu"]
     up = Up(tmp_path / "data", *arguments, "--cluster", "local")
     up.wait_ready()
     assert len(having(VARIABLE, mark)) > 5

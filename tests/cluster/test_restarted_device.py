@@ -19,7 +19,7 @@ from gradbox_engine.ranges import Range, RangeCotangents
 from gradbox_worker.cluster.actor.cluster_device import ClusterDevice
 from gradbox_worker.cluster.actor.device_actor import DeviceActor
 from gradbox_worker.cluster.exchange.sent_tensors import RangeJob
-from gradbox_worker.device.child import DeviceSettings
+from gradbox_worker.device import DeviceSettings
 from gradbox_worker.errors import JobStopped
 from gradbox_worker.files.blob_tensors import TensorForm
 from gradbox_worker.work import Work

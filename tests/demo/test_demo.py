@@ -64,7 +64,7 @@ def test_ctrl_c_stops_all_that_the_demo_started(tmp_path: Path) -> None:
     demo = started(tmp_path)
     give_up = time.monotonic() + 500
     # The last of its processes to start; the box takes seconds more until it is ready.
-    while not any("gradbox_worker.device" in line for line in processes_in(tmp_path)):
+    while not any("gradbox_worker.turns.main" in line for line in processes_in(tmp_path)):
         assert demo.poll() is None
         assert time.monotonic() < give_up
         time.sleep(0.05)

@@ -13,11 +13,10 @@ import redis
 from gradbox.protocol import JobState, OperationMode
 from gradbox_service.backing import Backing
 from gradbox_service.fleet import WorkerPresence
-from gradbox_service.jobs import QUEUE, SERIALIZER, JobRecord, Turn
+from gradbox_service.jobs import JobRecord, Turn
 from gradbox_service.queue import dispatch
 from gradbox_service.queue.dispatch import Dispatcher
 from gradbox_service.settings import MIB, Settings
-from gradbox_worker.turns.rq_bookkeeping import QueueOfTurns
 from tests.service.boxes import (
     SHARDS,
     a_record,
@@ -151,10 +150,7 @@ def test_a_job_that_waits_gets_a_turn_that_a_worker_takes(
     for _ in range(2):  # positions, which are not stored, keep it from nothing
         dispatcher.tick()
         assert dispatcher.leads
-    queue = QueueOfTurns(QUEUE, connection=connection, serializer=SERIALIZER)
-    taken = QueueOfTurns.dequeue_any([queue], 1, connection)
-    assert taken is not None
-    assert taken[0].args == ["waits"]
+    assert backing.turns.take(wait_s=1) == Turn("waits", 1)
     assert begin(backing.records, "waits").attempt == 1
 
 

@@ -6,9 +6,8 @@ import redis
 import rq
 
 from gradbox_service.backing import Backing
-from gradbox_service.jobs import QUEUE, SERIALIZER, TASK, Turn, Turns
+from gradbox_service.jobs import QUEUE, SERIALIZER, Turn, Turns
 from gradbox_service.jobs.turns import turn_of
-from gradbox_worker.turns.rq_bookkeeping import QueueOfTurns
 
 
 def test_turns_are_waiting_in_the_order_they_were_fed(backing: Backing) -> None:
@@ -28,12 +27,10 @@ def test_rq_is_given_an_id_and_nothing_else(connection: redis.Redis) -> None:
 def test_a_worker_takes_a_turn_by_its_id_and_leaves_out_what_is_none(
     connection: redis.Redis,
 ) -> None:
-    queue = QueueOfTurns(QUEUE, connection=connection, serializer=SERIALIZER)
+    queue, turns = rq.Queue(QUEUE, connection=connection, serializer=SERIALIZER), Turns(connection)
     queue.enqueue("os.getcwd", job_id="a858fd85-cbc8-49d9-8123-5d2f0c9be711")
-    Turns(connection).feed(Turn("some-job", 1))
-    taken = QueueOfTurns.dequeue_any([queue], None, connection)
-    assert taken is not None
-    job, _ = taken
-    assert (job.func_name, job.args, job.timeout) == (TASK, ["some-job"], -1)
+    turns.feed(Turn("some-job", 1))
+    assert turns.take(wait_s=1) is None
+    assert turns.take(wait_s=1) == Turn("some-job", 1)
     assert not connection.exists(queue.key, queue.intermediate_queue_key)
-    assert QueueOfTurns.dequeue_any([queue], None, connection) is None
+    assert turns.take(wait_s=0.01) is None

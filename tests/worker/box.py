@@ -132,7 +132,7 @@ class Box:
 
 
 class WorkerProcess:
-    """A real `gradbox worker`, with its template, its device process and that one's guardian."""
+    """A real `gradbox worker`, with its device process and that one's guardian."""
 
     def __init__(self, box: Box, *options: str, name: str = "w1") -> None:
         self.log = box.folder / f"{name}.{secrets.token_hex(2)}.log"
@@ -161,11 +161,6 @@ class WorkerProcess:
         """Its device process; ValueError if there is none."""
         return child_called("gradbox-device", of=self.process.pid)
 
-    @property
-    def template_pid(self) -> int:
-        """What its device processes are forked from; ValueError if there is none."""
-        return child_called("gradbox-templ", of=self.process.pid)
-
     def wait_until_ready(self, *, timeout_s: float = 120.0) -> None:
         deadline = time.monotonic() + timeout_s
         while True:
@@ -183,18 +178,10 @@ class WorkerProcess:
         return self.process.wait(timeout=120)
 
 
-def child_called(name: str, *, of: int, argument: str = "") -> int:
-    """Return the one living child of a process with this name; ValueError if there is not one.
-
-    Args:
-        argument: what its command line has besides.
-    """
+def child_called(name: str, *, of: int) -> int:
+    """Return the one living child of a process with this name; ValueError if there is not one."""
     children = map(int, Path(f"/proc/{of}/task/{of}/children").read_text().split())
-    (found,) = [
-        child
-        for child in children
-        if _name(child) == name and argument in Path(f"/proc/{child}/cmdline").read_text()
-    ]
+    (found,) = [child for child in children if _name(child) == name]
     return found
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
@@ -23,19 +22,11 @@ LEFT = ("hold", "calls", "children")
 
 @pytest.fixture(scope="session")
 def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
-    """A box with the models "m" (`zoo.Misbehaving`), "drawing", and "m0" to "m15"."""
+    """A box with the models "m" (`zoo.Misbehaving`), and "m0" to "m15"."""
     with running_box(tmp_path_factory.mktemp("box")) as box:
-        drawing = box.folder / "drawing.py"
-        drawing.write_text(
-            Path(zoo.__file__).read_text()
-            + "\nimport numpy\n"
-            + f"with open({str(box.folder / 'drawn')!r}, 'a') as file:\n"
-            + "    print(numpy.random.random(), file=file)\n"
-        )
         box.models_file.write_text(
             f'[models.m]\nbuilder = "python"\nsource = "{zoo.__file__}:misbehaving"\n'
             f'kwargs = {{folder = "{box.folder}"}}\n'
-            f'[models.drawing]\nbuilder = "python"\nsource = "{drawing}:affine"\n'
             + "".join(
                 f'[models.m{index}]\nbuilder = "python"\nsource = "{zoo.__file__}:affine"\n'
                 for index in range(NUM_AFFINE)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from gradbox.protocol import JobState, ModelView
+from gradbox.protocol import JobState
+from gradbox_service.database.connection import connect
 from gradbox_service.fleet import WorkerPresence
-from gradbox_worker.device import DeviceProcess
+from gradbox_worker.device import DeviceProcess, DeviceSettings
+from gradbox_worker.device.entry import DeviceEntries
+from gradbox_worker.device.settings import TurnSettings
+from gradbox_worker.errors import DeviceNotStarted
 from tests.worker import zoo
-from tests.worker.box import Box, WorkerProcess, child_called, eventually, shards_of
-from tests.worker.devices import box_in, device_of, kill
+from tests.worker.box import Box, WorkerProcess, eventually, running_box, shards_of
 
 
 def register_affine(box: Box, *, num: int) -> None:
@@ -95,56 +98,51 @@ def presence(box: Box, worker: WorkerProcess) -> WorkerPresence:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Box:
-    return box_in(tmp_path_factory.mktemp("device"))
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
+    with running_box(tmp_path_factory.mktemp("device")) as box:
+        yield box
 
 
 @pytest.fixture(scope="module")
 def device(folder: Box) -> Iterator[DeviceProcess]:
-    device = device_of(folder)
+    settings = DeviceSettings(models_file=folder.models_file, data=folder.folder, device="cpu")
+    turns = TurnSettings(worker="w", redis_url=folder.redis_url, lease_s=60.0)
+    entries = DeviceEntries(connect(folder.redis_url))
+    device = DeviceProcess(settings, turns, entries=entries)
     yield device
     device.close()
 
 
-def names(models: list[ModelView]) -> list[str]:
-    return [model.name for model in models]
+def kill(device: DeviceProcess) -> None:
+    """Kill the process, if one runs, and have that noticed."""
+    if device.pid is not None:
+        device.kill()
+        ended = None
+        while ended is None:
+            ended = device.look()
+        device.note_end(ended)
 
 
-def test_an_interrupted_wait_goes_on_with_the_processes_that_were_started(
-    folder: Box, device: DeviceProcess
-) -> None:
-    register_affine(folder, num=1)
-
-    def store_is_away() -> None:
-        raise ConnectionError
-
-    def store_is_away_once_forked() -> None:
-        if device.pid is not None:
-            raise ConnectionError
-
-    with pytest.raises(ConnectionError):
-        device.ensure(while_waiting=store_is_away)
-    template = eventually(lambda: child_called("gradbox-templ", of=os.getpid()))
-    with pytest.raises(ConnectionError):
-        device.ensure(while_waiting=store_is_away_once_forked)
-    started = device.pid
-    assert started is not None
-    device.ensure()
-    assert device.pid == started
-    assert child_called("gradbox-templ", of=os.getpid()) == template
-    assert names(device.models) == ["m0"]
+def until_ready(device: DeviceProcess, look: Callable[[], object] = lambda: None) -> None:
+    """Do what a worker does until its device is ready."""
+    while not device.ready:
+        ended = device.look()
+        look()
+        if ended is not None:
+            device.note_end(ended)
+        device.wait(0.02)
 
 
 def test_a_models_file_that_has_changed_is_described_anew(
     folder: Box, device: DeviceProcess
 ) -> None:
     register_affine(folder, num=1)
-    device.ensure()
-    assert names(device.models) == ["m0"]
+    until_ready(device)
+    assert list(device.models) == ["m0"]
     kill(device)
     register_affine(folder, num=2)
-    device.ensure()
-    assert names(device.models) == ["m0", "m1"]
+    until_ready(device)
+    assert list(device.models) == ["m0", "m1"]
 
 
 def test_a_builder_that_crashes_is_not_tried_again(folder: Box, device: DeviceProcess) -> None:
@@ -157,11 +155,10 @@ def test_a_builder_that_crashes_is_not_tried_again(folder: Box, device: DevicePr
     def note() -> None:
         pids.add(device.pid)
 
-    device.ensure(while_waiting=note)
+    until_ready(device, note)
     assert len(pids - {None}) == 2
-    (view,) = device.models
-    assert not view.usable
-    assert "SIGSEGV: a crash in native code" in view.reason
+    assert device.models == {}
+    assert "SIGSEGV: a crash in native code" in device.unusable["m"]
 
 
 def test_a_builder_that_is_killed_again_and_again_leaves_the_others_to_be_served(
@@ -174,11 +171,10 @@ def test_a_builder_that_is_killed_again_and_again_leaves_the_others_to_be_served
         )
     )
     kill(device)
-    device.ensure()
-    assert sorted(view.name for view in device.models if view.usable) == ["b"]
-    reasons = [view.reason for view in device.models if not view.usable]
-    assert len(reasons) == 2
-    assert all("killed by SIGKILL" in reason for reason in reasons)
+    until_ready(device)
+    assert list(device.models) == ["b"]
+    assert sorted(device.unusable) == ["a", "c"]
+    assert all("killed by SIGKILL" in reason for reason in device.unusable.values())
 
 
 def test_a_killed_start_is_tried_again(folder: Box, device: DeviceProcess) -> None:
@@ -189,8 +185,17 @@ def test_a_killed_start_is_tried_again(folder: Box, device: DeviceProcess) -> No
     def kill_the_first_two() -> None:
         if device.pid is not None and len(killed) < 2:
             killed.add(device.pid)
-            os.kill(device.pid, signal.SIGKILL)
+            device.kill()
 
-    device.ensure(while_waiting=kill_the_first_two)
-    assert device.ready
+    until_ready(device, kill_the_first_two)
     assert len(killed) == 2
+    assert device.pid not in killed
+
+
+def test_a_device_whose_models_file_is_wrong_says_so_and_is_not_started_again(
+    folder: Box, device: DeviceProcess
+) -> None:
+    kill(device)
+    folder.models_file.write_text("[models.m]\nbuilder = 'hf'")
+    with pytest.raises(DeviceNotStarted, match="expected a non-empty string"):
+        until_ready(device)

@@ -1,4 +1,4 @@
-"""What a serving device has imported: all of torch that a first job needs, no network, no Ray."""
+"""What a serving device has imported: all of torch that a first job needs, no HTTP, no Ray."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import pytest
 FIRST_JOB = """
 import gc
 import sys
-import gradbox_worker.device.main
-import gradbox_worker.device.serving
+import gradbox_worker.device.warm_device
+import gradbox_worker.turns.main
+import gradbox_worker.turns.serving
 import torch
 from gradbox_worker.device.importing import import_for_jobs
 
@@ -49,9 +50,9 @@ def serving() -> Serving:
     return Serving(set(modules), set(imported), *map(int, objects))
 
 
-def test_a_device_imports_nothing_of_the_network_or_of_ray(serving: Serving) -> None:
+def test_a_device_imports_nothing_of_http_or_of_ray(serving: Serving) -> None:
     assert "torch" in serving.modules
-    assert not {"httpx", "redis", "rq", "typer", "fastapi", "ray"} & serving.modules
+    assert not {"httpx", "fastapi", "ray"} & serving.modules
 
 
 def test_a_first_job_imports_nothing_of_torch(serving: Serving) -> None:

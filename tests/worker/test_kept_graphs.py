@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +13,11 @@ from torch import Tensor
 from gradbox.protocol import CotangentsLoss, ForwardSpec, GradientSpec, JobSpec, TensorRef
 from gradbox_worker.computations.execution import Execution, StopNow
 from gradbox_worker.computations.kept_graphs import IDLE_S, KeptGraphs
-from gradbox_worker.device.main import Inbox
+from gradbox_worker.device import DeviceSettings
+from gradbox_worker.device.warm_device import WarmDevice
 from gradbox_worker.exceptions_to_problems import Caught
 from gradbox_worker.models import read_models_file
 from gradbox_worker.models.registry import Registry
-from gradbox_worker.turns.inline import InlineDevice
 from gradbox_worker.work import Finished, Stopped, Work
 from tests.boxes import tensors_in
 from tests.valkey import empty_backing
@@ -253,18 +251,11 @@ def test_they_go_after_a_while_without_jobs(device: Device) -> None:
     assert device.kept.idle_left_s() == IDLE_S / 2
     device.now += IDLE_S
     assert device.kept.idle_left_s() == 0
-    inline = InlineDevice(device.registry, blobs=device.box.backing.blobs)
-    inline._kept = device.kept
-    inline.rest()
+    warm = WarmDevice(DeviceSettings(device.box.models_file, device.box.folder, device="cpu"))
+    warm.kept = device.kept
+    assert warm.rest() is None
     assert device.kept.num_bytes == 0
     assert device.gradient(forward)[0] == 0
-
-
-def test_the_device_process_wakes_up_to_let_them_go() -> None:
-    ours, theirs = socket.socketpair()
-    inbox = Inbox(Connection(theirs.detach()))
-    assert inbox.next_run(0.01) is None
-    ours.detach()  # left open: the process would end with it
 
 
 @pytest.fixture

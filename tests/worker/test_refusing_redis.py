@@ -11,7 +11,7 @@ import pytest
 from gradbox.protocol import JobState
 from gradbox_service.database.connection import connect
 from gradbox_worker.turns.presence import PRESENCE_TTL_S
-from gradbox_worker.turns.rq_worker import HEARTBEAT_S
+from gradbox_worker.turns.worker import HEARTBEAT_S
 from tests.worker.box import (
     Box,
     WorkerProcess,

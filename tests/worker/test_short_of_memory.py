@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from gradbox.protocol import JobState
+from gradbox_service.database.connection import connect
+from gradbox_service.jobs import JobRecord
 from gradbox_worker.computations.memory_limit import MemoryLimit
-from gradbox_worker.device import DeviceProcess
+from gradbox_worker.device.entry import DeviceEntries
 from gradbox_worker.exceptions_to_problems import wanted_bytes
-from gradbox_worker.work import Failed, Finished, Outcome, Work
-from tests.boxes import tensors_in
 from tests.worker import zoo
-from tests.worker.box import Box, shards_of
-from tests.worker.devices import Watching, box_in, device_of
+from tests.worker.box import Box, WorkerProcess, running_box, running_worker, shards_of
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 WEIGHTS_MIB = 64
 # What a process may take beyond what it has: less than a job's scratch or a model, and more with
 # the weights of one model that was dropped.
@@ -27,91 +27,83 @@ SCRATCH_MIB = {"small": 1, "other": 1, "large": 56, "absurd": 2**30}
 
 
 @pytest.fixture(scope="module")
-def box(tmp_path_factory: pytest.TempPathFactory) -> Box:
-    box = box_in(tmp_path_factory.mktemp("short"))
-    box.models_file.write_text(
-        "".join(
-            f'[models.{name}]\nbuilder = "python"\nsource = "{zoo.__file__}:large"\n'
-            f"kwargs = {{weights_mib = {WEIGHTS_MIB}, scratch_mib = {scratch_mib}}}\n"
-            for name, scratch_mib in SCRATCH_MIB.items()
+def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
+    with running_box(tmp_path_factory.mktemp("short")) as box:
+        box.models_file.write_text(
+            "".join(
+                f'[models.{name}]\nbuilder = "python"\nsource = "{zoo.__file__}:large"\n'
+                f"kwargs = {{weights_mib = {WEIGHTS_MIB}, scratch_mib = {scratch_mib}}}\n"
+                for name, scratch_mib in SCRATCH_MIB.items()
+            )
         )
-    )
-    return box
+        yield box
 
 
 @pytest.fixture(scope="module")
-def device(box: Box) -> Iterator[DeviceProcess]:
-    device = device_of(box, model_memory_bytes=10 * WEIGHTS_MIB * MIB)
-    device.ensure()
-    yield device
-    device.close()
+def worker(box: Box) -> Iterator[WorkerProcess]:
+    options = ["--model-memory-gib", str(10 * WEIGHTS_MIB * MIB / GIB), "--device", "cpu"]
+    with running_worker(box, *options) as worker:
+        yield worker
 
 
-def run(box: Box, device: DeviceProcess, model: str) -> Outcome:
-    (version,) = [view.version for view in device.models if view.name == model]
-    work = Work(
-        job_id=model,
-        attempt=1,
-        model=model,
-        model_version=version,
-        spec=box.spec(shards_of(2), model=model, wrt=["linear.*"]),
-        spec_digest="d",
-        result_path=result_of(box, model),
-        queued_s=0.0,
-    )
-    return device.run(work, Watching())
+def run(box: Box, model: str) -> JobRecord:
+    return box.wait(box.submit(box.spec(shards_of(2), model=model, wrt=["linear.*"])))
 
 
-def result_of(box: Box, model: str) -> Path:
-    return box.folder / "results" / f"{model}.1.safetensors"
+def is_out_of_memory(record: JobRecord) -> bool:
+    return record.error is not None and record.error.code == "out-of-memory"
 
 
-def on_device(device: DeviceProcess) -> set[str]:
-    assert device.memory is not None
-    return set(device.memory.models)
+def on_device(box: Box) -> set[str]:
+    """Return the models that are in the device's memory, as its process notes behind each job."""
+    connection = connect(box.redis_url)
+    (key,) = connection.keys("gradbox:device:*")
+    entry = DeviceEntries(connection).read(key.decode().rpartition(":")[2])
+    assert entry is not None
+    assert entry.memory is not None
+    return set(entry.memory.models)
 
 
-def taken_bytes(device: DeviceProcess) -> int:
+def taken_bytes(worker: WorkerProcess) -> int:
     """Return what the limit below counts."""
-    lines = Path(f"/proc/{device.pid}/status").read_text().splitlines()
+    lines = Path(f"/proc/{worker.child_pid}/status").read_text().splitlines()
     (data,) = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:")]
     return data
 
 
-def limit(device: DeviceProcess, most_bytes: int) -> None:
-    """Let the process take so many bytes in all, as `ulimit -d` would."""
-    assert device.pid is not None
-    resource.prlimit(device.pid, resource.RLIMIT_DATA, (most_bytes, most_bytes))
+def limit(worker: WorkerProcess, most_bytes: int) -> None:
+    """Let the device process take so many bytes in all, as `ulimit -d` would."""
+    resource.prlimit(worker.child_pid, resource.RLIMIT_DATA, (most_bytes, most_bytes))
 
 
-def test_a_job_larger_than_the_machine_drops_no_model(box: Box, device: DeviceProcess) -> None:
-    before = on_device(device)
-    outcome = run(box, device, "absurd")
-    assert isinstance(outcome, Failed)
-    assert outcome.problem.code == "out-of-memory"
-    assert on_device(device) == before
+def test_a_job_larger_than_the_machine_drops_no_model(box: Box, worker: WorkerProcess) -> None:
+    before = on_device(box)
+    assert is_out_of_memory(run(box, "absurd"))
+    assert on_device(box) == before
 
 
 def test_a_job_has_the_model_dropped_that_was_used_least_lately(
-    box: Box, device: DeviceProcess
+    box: Box, worker: WorkerProcess
 ) -> None:
-    assert isinstance(run(box, device, "large"), Finished)
-    expected = tensors_in(result_of(box, "large"))
+    first = run(box, "large")
+    assert first.state is JobState.DONE, first.error
+    expected, _ = box.result(first)
     for model in ("absurd", "small", "other"):
-        run(box, device, model)
-    before = on_device(device)
+        run(box, model)
+    before = on_device(box)
     assert before == set(SCRATCH_MIB)
-    most_bytes = taken_bytes(device) + SLACK_MIB * MIB
-    limit(device, most_bytes)
-    assert isinstance(run(box, device, "large"), Finished)
-    assert on_device(device) == before - {"absurd"}
-    found = tensors_in(result_of(box, "large"))
+    most_bytes = taken_bytes(worker) + SLACK_MIB * MIB
+    limit(worker, most_bytes)
+    again = run(box, "large")
+    assert again.state is JobState.DONE, again.error
+    assert on_device(box) == before - {"absurd"}
+    found, _ = box.result(again)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     # A model that does not fit has the next one dropped: "small" was used before "other".
-    limit(device, most_bytes - WEIGHTS_MIB * MIB)
-    assert isinstance(run(box, device, "absurd"), Failed)
-    assert on_device(device) == before - {"small"}
-    assert isinstance(run(box, device, "small"), Finished)
+    limit(worker, most_bytes - WEIGHTS_MIB * MIB)
+    assert is_out_of_memory(run(box, "absurd"))
+    assert on_device(box) == before - {"small"}
+    assert run(box, "small").state is JobState.DONE
 
 
 def test_a_job_beyond_its_own_limit_would_gain_nothing_from_dropped_models() -> None:

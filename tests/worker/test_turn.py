@@ -15,24 +15,24 @@ import redis
 from gradbox.errors import LossNotFinite
 from gradbox.protocol import (
     JobState,
-    ModelView,
     Problem,
     ProgressView,
     ResultView,
 )
 from gradbox_service.backing import Backing
 from gradbox_service.fleet import WorkerPresence
-from gradbox_service.jobs import JobRecord, Records, Transition
+from gradbox_service.jobs import JobRecord, Records, Transition, Turn
 from gradbox_service.settings import Settings
-from gradbox_worker.errors import DeviceNotStarted
+from gradbox_worker.device.last_step import LastStep
+from gradbox_worker.device.orders import Orders
 from gradbox_worker.turns import supervision as supervision_module
-from gradbox_worker.turns.supervision import Patience
-from gradbox_worker.turns.turn import TurnRunner
+from gradbox_worker.turns.supervision import AttemptWatch, Patience, StopReason
+from gradbox_worker.turns.turn import Attempts, TurnRunner
 from gradbox_worker.work import Died, Failed, Finished, Outcome, Stopped, Supervision, Work
 from tests.valkey import empty_backing
 from tests.worker.box import Box, shards_of
 
-QUICK = Patience(beat_s=0.0, progress_s=0.0, cancel_grace_s=7.0, timeout_grace_s=3.0)
+PATIENCE = Patience(cancel_grace_s=7.0, timeout_grace_s=3.0)
 
 FINISHED = Finished(ResultView(size_bytes=3, sha256="0" * 64))
 
@@ -41,13 +41,16 @@ class ScriptedDevice:
     """Implements `Device` by a function of the test's own."""
 
     def __init__(self, script: Callable[[Work, Supervision], Outcome]) -> None:
-        self.models: list[ModelView] = []
+        self.models: dict[str, str] = {}
         self._script = script
         self.works: list[Work] = []
 
     def run(self, work: Work, supervision: Supervision) -> Outcome:
         self.works.append(work)
         return self._script(work, supervision)
+
+    def rest(self) -> float | None:
+        return None
 
 
 class LosesAnswers(Records):
@@ -81,14 +84,22 @@ def box(tmp_path: Path) -> Box:
 def runner(
     box: Box, script: Callable[[Work, Supervision], Outcome], *, leaving: bool = False
 ) -> TurnRunner:
+    orders = Orders()
+    orders.last = orders.leaving = leaving
     return TurnRunner(
-        records=box.backing.records,
-        results=box.backing.results,
-        device=ScriptedDevice(script),
-        worker="w",
-        patience=QUICK,
-        leaving=lambda: leaving,
+        Attempts(box.backing.records, box.backing.results, "w", leaving=lambda: leaving),
+        ScriptedDevice(script),
+        orders,
+        LastStep(),
+        lease_s=60.0,
     )
+
+
+def watch_of(box: Box) -> AttemptWatch:
+    """Return the worker's watch of what its device has in hand."""
+    held = box.backing.records.held("w")
+    assert held is not None
+    return AttemptWatch(box.backing.records, held, patience=PATIENCE)
 
 
 def writes_result(work: Work, supervision: Supervision) -> Outcome:
@@ -99,7 +110,7 @@ def writes_result(work: Work, supervision: Supervision) -> Outcome:
 
 def stops_when_told(work: Work, supervision: Supervision) -> Outcome:
     deadline = time.monotonic() + 60
-    while supervision.poll() is None:
+    while not supervision.stop_requested():
         assert time.monotonic() < deadline
     return Stopped()
 
@@ -224,20 +235,73 @@ def test_a_second_turn_of_the_same_job_does_nothing(box: Box) -> None:
     assert (turn.run(job), turn.run(job)) == ("done", "skipped")
 
 
-def test_a_cancellation_reaches_the_running_device(box: Box) -> None:
+def test_a_cancellation_reaches_the_device_by_its_worker(box: Box) -> None:
     job = box.submit(box.spec(shards_of(1)))
-    graces = []
 
     def script(work: Work, supervision: Supervision) -> Outcome:
-        assert supervision.poll() is None
+        watch = watch_of(box)
+        watch.look(None)
+        assert watch.stop_reason is None
         box.cancel(job)
-        order = supervision.poll()
-        assert order is not None
-        graces.append(order.grace_s)
+        assert not supervision.stop_requested()  # it looks when it is asked to
+        watch.look(None)
+        assert watch.stop_reason is StopReason.CANCELLED
+        assert not watch.is_overdue()
+        turn.orders.ask_to_look()
+        assert supervision.stop_requested()
         return Stopped()
 
-    assert runner(box, script).run(job) == "cancelled"
-    assert graces == [QUICK.cancel_grace_s]
+    turn = runner(box, script)
+    assert turn.run(job) == "cancelled"
+
+
+def test_an_order_to_look_stops_no_job_that_may_go_on(box: Box) -> None:
+    job = box.submit(box.spec(shards_of(1)))
+
+    def script(work: Work, supervision: Supervision) -> Outcome:
+        turn.orders.ask_to_look()  # it was meant for the job before
+        assert not supervision.stop_requested()
+        turn.orders.ask_for_end()
+        assert not supervision.stop_requested()  # this job is the last, and ends by itself
+        return writes_result(work, supervision)
+
+    turn = runner(box, script)
+    assert turn.run(job) == "done"
+
+
+def test_what_the_device_has_in_hand_is_noted_while_the_attempt_runs(box: Box) -> None:
+    job = box.submit(box.spec(shards_of(1)))
+    records = box.backing.records
+
+    def script(work: Work, supervision: Supervision) -> Outcome:
+        assert records.held("w") == Turn(job, 1)
+        return writes_result(work, supervision)
+
+    assert runner(box, script).run(job) == "done"
+    assert records.held("w") is None
+
+
+def test_a_job_that_does_not_stop_in_time_is_overdue(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = box.submit(box.spec(shards_of(1), timeout_s=5.0))
+    now = 100.0
+    clock = SimpleNamespace(monotonic=lambda: now, time=time.time)
+    monkeypatch.setattr(supervision_module, "time", clock)
+    found = []
+
+    def script(work: Work, supervision: Supervision) -> Outcome:
+        nonlocal now
+        watch = watch_of(box)
+        for at_s in (100.0, 106.0, 108.9, 109.1):
+            now = at_s
+            watch.look(None)
+            found.append((watch.stop_reason, watch.is_overdue()))
+        return Died("it was killed")
+
+    assert runner(box, script).run(job) == "queued"
+    late = StopReason.OUT_OF_TIME
+    assert found == [(None, False), (late, False), (late, False), (late, True)]
 
 
 def test_a_job_over_its_time_limit_fails_with_the_limit_and_the_way_out(box: Box) -> None:
@@ -309,29 +373,30 @@ def test_a_device_that_dies_while_a_cancellation_is_pending_ends_the_job(box: Bo
     assert runner(box, script).run(job) == "cancelled"
 
 
-def test_a_device_that_cannot_start_gives_the_job_back_and_says_so(box: Box) -> None:
+def test_a_device_that_ends_before_it_has_begun_gives_the_job_back(box: Box) -> None:
     job = box.submit(box.spec(shards_of(1)))
-
-    def script(work: Work, supervision: Supervision) -> Outcome:
-        raise DeviceNotStarted("no such file")
-
-    with pytest.raises(DeviceNotStarted):
-        runner(box, script).run(job)
-    assert (box.record(job).state, box.record(job).losses) == (JobState.QUEUED, 0)
+    turn = runner(box, lambda *_: Stopped(leaving=True))
+    assert turn.run(job) == "queued"
+    assert turn.spoilt
+    assert box.record(job).losses == 0
 
 
 def test_what_a_superseded_attempt_finishes_is_thrown_away(box: Box) -> None:
     job = box.submit(box.spec(shards_of(1)))
 
     def script(work: Work, supervision: Supervision) -> Outcome:
-        lose = time.time()
+        watch, lose = watch_of(box), time.time()
         box.backing.records.update(job, lambda r: r.requeue(attempt=1, reason="x", now_s=lose))
         box.backing.records.update(job, lambda r: r.begin(worker="other", now_s=lose))
-        order = supervision.poll()
-        assert order is not None
+        watch.look(None)
+        assert watch.stop_reason is StopReason.NOT_OURS
+        turn.orders.ask_to_look()
+        assert supervision.stop_requested()
         return writes_result(work, supervision)
 
-    assert runner(box, script).run(job) == "skipped"
+    turn = runner(box, script)
+    assert turn.run(job) == "skipped"
+    assert box.backing.records.held("w") is None
     assert not box.backing.results.path(job, attempt=1).exists()
     assert (box.record(job).state, box.record(job).worker) == (JobState.RUNNING, "other")
 
@@ -342,18 +407,22 @@ def test_progress_goes_to_the_record_with_an_estimate(
     job = box.submit(box.spec(shards_of(1)))
     told: list[ProgressView | None] = []
     now = 100.0
-    monkeypatch.setattr(supervision_module, "time", SimpleNamespace(monotonic=lambda: now))
+    clock = SimpleNamespace(monotonic=lambda: now, time=time.time)
+    monkeypatch.setattr(supervision_module, "time", clock)
 
     def script(work: Work, supervision: Supervision) -> Outcome:
         nonlocal now
+        watch = watch_of(box)
         for done in range(3):
             supervision.progress("replay", done, 4)
+            for _ in range(2):  # the second time nothing is new
+                watch.look(turn.step.read())
             now += 0.5
-        stop = supervision.poll()
         told.append(box.record(job).progress)
-        return Stopped() if stop else FINISHED
+        return FINISHED
 
-    runner(box, script).run(job)
+    turn = runner(box, script)
+    turn.run(job)
     (progress,) = told
     assert progress is not None
     assert (progress.phase, progress.done, progress.total) == ("replay", 2, 4)
@@ -361,28 +430,11 @@ def test_progress_goes_to_the_record_with_an_estimate(
     ended = box.record(job).progress
     assert ended is not None
     assert (ended.done, ended.total) == (4, 4)
-
-
-def test_frequent_progress_is_thinned_out(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = box.submit(box.spec(shards_of(1)))
-    now = 100.0
-    monkeypatch.setattr(supervision_module, "time", SimpleNamespace(monotonic=lambda: now))
-
-    def script(work: Work, supervision: Supervision) -> Outcome:
-        nonlocal now
-        now += 700.0
-        for done in range(1000):
-            supervision.progress("forward", done, 1000)
-        supervision.progress("cotangents", 0, 1)
-        return FINISHED
-
-    turn = dataclasses.replace(runner(box, script), patience=Patience(progress_s=600.0))
-    turn.run(job)
     kinds = [event.kind for event in box.backing.records.events(job)]
-    assert kinds.count("progress") == 2  # one of each phase
+    assert kinds.count("progress") == 3
 
 
-def test_a_quick_job_tells_no_progress(box: Box) -> None:
+def test_progress_that_nobody_looks_at_costs_no_event(box: Box) -> None:
     job = box.submit(box.spec(shards_of(1)))
 
     def script(work: Work, supervision: Supervision) -> Outcome:
@@ -390,7 +442,7 @@ def test_a_quick_job_tells_no_progress(box: Box) -> None:
             supervision.progress(phase, 0, 1)
         return FINISHED
 
-    dataclasses.replace(runner(box, script), patience=Patience(progress_s=60.0)).run(job)
+    runner(box, script).run(job)
     kinds = [event.kind for event in box.backing.records.events(job)]
     assert kinds == ["state", "state", "state"]
 
@@ -401,6 +453,6 @@ def test_a_restarted_worker_takes_back_what_it_held(box: Box) -> None:
         box.backing.records.update(
             job, lambda r, worker=worker: r.begin(worker=worker, now_s=time.time())
         )
-    runner(box, writes_result).recover()
+    runner(box, writes_result).attempts.recover()
     assert (box.record(mine).state, box.record(mine).losses) == (JobState.QUEUED, 1)
     assert box.record(theirs).state is JobState.RUNNING

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 import redis
-from rq import Queue
+import rq
 
 from gradbox.protocol import JobState
 from gradbox_service.fleet import WorkerPresence
-from gradbox_service.jobs import QUEUE, TASK
 from tests.worker.box import (
     Box,
     WorkerProcess,
@@ -28,14 +27,6 @@ from tests.worker.box import (
     running_worker,
     shards_of,
 )
-
-
-def test_the_task_that_the_service_names_is_there() -> None:
-    from rq.utils import import_attribute
-
-    from gradbox_worker.turns.turn import run_turn
-
-    assert import_attribute(TASK) is run_turn
 
 
 def test_a_worker_killed_with_its_device_takes_its_job_up_again_at_once(
@@ -50,9 +41,6 @@ def test_a_worker_killed_with_its_device_takes_its_job_up_again_at_once(
     os.kill(device, signal.SIGKILL)
     (box.folder / "order").unlink()
     assert box.record(job).state is JobState.RUNNING  # its lease holds for longer than this waits
-    # As if it had been killed in its maintenance.
-    turns = Queue(QUEUE, connection=redis.Redis.from_url(box.redis_url))
-    assert turns.acquire_maintenance_lock()
     living_worker()
     record = box.wait(job)
     assert (record.state, record.attempt, record.losses) == (JobState.DONE, 2, 1)
@@ -64,15 +52,12 @@ def test_a_worker_asked_to_leave_gives_its_job_back_unharmed_and_leaves_no_proce
     box.order("sleep")
     job = box.submit(box.spec(shards_of(1) * 1000))
     box.wait(job, running)
-    processes = (worker.child_pid, worker.template_pid)
+    device = worker.child_pid
     assert worker.stop(signal.SIGTERM) == 0
     record = box.record(job)
     assert (record.state, record.losses) == (JobState.QUEUED, 0)
     assert worker.name not in [other.name for other in box.backing.fleet.workers()]
-    assert not [pid for pid in processes if Path(f"/proc/{pid}").exists()]
-    turns = Queue(QUEUE, connection=redis.Redis.from_url(box.redis_url))
-    assert turns.acquire_maintenance_lock()
-    turns.release_maintenance_lock()
+    assert not Path(f"/proc/{device}").exists()
     box.cancel(job)
 
 
@@ -107,9 +92,21 @@ def test_another_worker_takes_the_job_when_the_lease_has_run_out(tmp_path: Path)
         assert heir.process.poll() is None
 
 
-def test_a_worker_listens_to_no_commands_of_rq(box: Box, worker: WorkerProcess) -> None:
+def test_rq_shows_the_worker_and_what_it_does(box: Box, worker: WorkerProcess) -> None:
+    def states() -> list[tuple[str, str, list[str]]]:
+        found = rq.Worker.all(connection=connection)
+        return [(one.name, one.get_state(), one.queue_names()) for one in found]
+
     with redis.Redis.from_url(box.redis_url) as connection:
-        assert connection.pubsub_channels() == []
+        assert states() == [(worker.name, "idle", ["gradbox"])]
+        box.order("dawdle")
+        job = box.submit(box.spec(shards_of(20)))
+        give_up = time.monotonic() + 60
+        while states() != [(worker.name, "busy", ["gradbox"])]:
+            assert time.monotonic() < give_up
+            time.sleep(0.05)
+        (box.folder / "order").unlink()
+        assert box.wait(job).state is JobState.DONE
 
 
 def test_a_second_worker_of_the_same_name_is_refused(box: Box, worker: WorkerProcess) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -56,6 +57,23 @@ def test_a_device_process_killed_in_the_middle_runs_the_job_again(
     record = box.wait(job)
     assert (record.state, record.attempt, record.losses) == (JobState.DONE, 2, 1)
     assert next_job_is_done(box)
+
+
+def test_a_death_is_noticed_while_the_models_own_child_lives_on(
+    box: Box, worker: WorkerProcess
+) -> None:
+    box.order("die_leaving_a_child")
+    began = time.monotonic()
+    job = box.submit(box.spec(shards_of(2)))
+    box.wait(job, lambda record: record.losses > 0)
+    assert time.monotonic() - began < 50  # the child lives for 60 s
+    assert next_job_is_done(box)
+    assert box.wait(job).state is JobState.DONE
+
+
+def test_what_a_device_prints_is_in_its_log(box: Box, worker: WorkerProcess) -> None:
+    assert "loaded m" in worker.device_log
+    assert "loaded m" not in worker.log.read_text()
 
 
 def test_a_model_that_always_crashes_ends_with_the_reason(box: Box, worker: WorkerProcess) -> None:

@@ -94,14 +94,6 @@ Cluster = Annotated[
         "instead of running them on a device",
     ),
 ]
-Template = Annotated[
-    bool,
-    typer.Option(
-        "--template/--no-template",
-        help="keep a process that has imported torch, and fork device processes from it; without, "
-        "and without Linux, each of them imports torch",
-    ),
-]
 BuildTimeout = Annotated[
     float,
     typer.Option(
@@ -147,7 +139,6 @@ def run(
     checkpoint_after_s: CheckpointAfter = None,
     device_log: DeviceLog = None,
     cluster: Cluster = None,
-    template: Template = True,
     build_timeout_s: BuildTimeout = 600.0,
     lease_s: Lease = 20.0,
     cancel_grace_s: CancelGrace = 30.0,
@@ -156,8 +147,8 @@ def run(
     """Work until told to stop.
 
     Returns:
-        0 if it was told to stop (with --check: if it lives), 1 if it ended by itself, 2 if what it
-        was given cannot be used, 3 if Redis does not answer.
+        0 if it was told to stop (with --check: if it lives), 1 if that one does not live, 2 if what
+        it was given cannot be used, 3 if Redis does not answer.
     """
     import redis
 
@@ -187,7 +178,6 @@ def run(
             job_memory_bytes=_bytes(job_memory_gib),
             checkpoint_after_s=checkpoint_after_s,
             log=device_log,
-            template=template,
             build_timeout_s=build_timeout_s,
             cluster=cluster,
         )
@@ -229,26 +219,24 @@ def _work(
 ) -> int:
     from gradbox_service.database.connection import connect
     from gradbox_service.store import result_store
-    from gradbox_worker.device import DeviceProcess
     from gradbox_worker.models import read_models_file
     from gradbox_worker.turns.presence import NameLock
-    from gradbox_worker.turns.rq_worker import GradboxWorker
+    from gradbox_worker.turns.worker import Worker
 
     redis_url = _address(settings)
     read_models_file(device_settings.models_file)  # a mistake in it is best heard at once
     settings.make_data_folder()
     with NameLock(settings.data, name):
-        worker = GradboxWorker(
+        worker = Worker(
             connect(redis_url),
             name=name,
-            device=DeviceProcess(device_settings),
+            redis_url=redis_url,
+            settings=device_settings,
             results=result_store(settings.data, reserve_bytes=settings.disk_reserve_bytes),
             patience=patience,
         )
-        worker.work(logging_level="WARNING")
-    if worker.failure is not None:
-        raise worker.failure
-    return 0 if worker.leaving else 1
+        worker.run()
+    return 0
 
 
 def _bytes(gib: float | None) -> int | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from gradbox.protocol import JobSpec, ModelView, Problem, ResultView
+from gradbox.protocol import JobSpec, Problem, ResultView
 
 
 @dataclass(frozen=True)
@@ -41,14 +42,26 @@ class Finished:
 
 @dataclass(frozen=True)
 class Failed:
-    """The job cannot be done as it is; another attempt would end the same way."""
+    """The job cannot be done as it is; another attempt would end the same way.
+
+    Attributes:
+        leaving: whether the device's state is spoilt, so that its process is to end.
+    """
 
     problem: Problem
+    leaving: bool = False
 
 
 @dataclass(frozen=True)
 class Stopped:
-    """It ended because `Supervision.poll` ordered so."""
+    """It ended because it was to stop.
+
+    Attributes:
+        leaving: whether the device stopped it by itself before it had begun, and its process is to
+            end: then the job goes back to the queue as it was.
+    """
+
+    leaving: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,25 +73,23 @@ class Died:
         fault: what the job's own code ran into, and at which shard; None if the process was ended
             from outside. Another attempt that ends by the same fault has met what will repeat.
         out_of_memory: whether the kernel ended it for lack of memory.
+        leaving: whether the process that says so is to end, too.
     """
 
     reason: str
     fault: str | None = None
     out_of_memory: bool = False
+    leaving: bool = False
 
 
 Outcome = Finished | Failed | Stopped | Died
 
 
-@dataclass(frozen=True)
-class StopOrder:
-    """Stop before the next shard; after `grace_s` seconds the process is killed."""
-
-    grace_s: float
-
-
 class Supervision(Protocol):
     """Who watches a running job."""
+
+    def stop_requested(self) -> bool:
+        """Return whether the job is to stop; asked before each shard."""
 
     def progress(self, phase: str, done: int, total: int) -> None:
         """Hear how far the job is: `done` of `total` shards of `phase`."""
@@ -86,16 +97,20 @@ class Supervision(Protocol):
     def phase_ended(self, phase: str, *, began_s: float, ended_s: float) -> None:
         """Hear of a phase of a job that is `timed`, in seconds since 1970."""
 
-    def poll(self) -> StopOrder | None:
-        """Look after the job's lease and say whether it is to stop; called every 0.2 s or so."""
-
 
 class Device(Protocol):
-    """A place where one job at a time runs, with models that stay loaded between jobs."""
+    """What runs one job at a time, with models that stay loaded between jobs."""
 
     @property
-    def models(self) -> list[ModelView]:
-        """The models it offers."""
+    def models(self) -> Mapping[str, str]:
+        """The versions of the models that it offers, by name."""
 
     def run(self, work: Work, supervision: Supervision) -> Outcome:
-        """Run a job to its end."""
+        """Compute a job to its end, or until it is to stop."""
+
+    def rest(self) -> float | None:
+        """Free what has waited for a job for too long; called between jobs.
+
+        Returns:
+            In how many seconds to call again, if no job comes; None: there is no need.
+        """

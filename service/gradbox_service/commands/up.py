@@ -58,16 +58,6 @@ NumWorkers = Annotated[
 Device = Annotated[
     str, typer.Option(metavar="DEVICE", help="auto, cpu, or a list such as cuda:0,cuda:1")
 ]
-Template = Annotated[
-    bool,
-    typer.Option(
-        "--template/--no-template",
-        help="each worker keeps a process that has imported torch, and forks device processes from "
-        "it; without, and without Linux, each of them imports torch",
-    ),
-]
-
-
 BuildTimeout = Annotated[
     float | None,
     typer.Option(
@@ -109,7 +99,6 @@ def run(
     models: ModelsFile = None,
     workers: NumWorkers = None,
     device: Device = "auto",
-    template: Template = True,
     build_timeout_s: BuildTimeout = None,
     cluster: OnCluster = None,
     public_url: PublicUrl = None,
@@ -147,7 +136,6 @@ def run(
             again = ["--models", str(found), "--device", device]
             again += [] if workers is None else ["--workers", str(workers)]
             again += [] if public_url is None else ["--public-url", public_url]
-            again += [] if template else ["--no-template"]
             again += [] if build_timeout_s is None else ["--build-timeout-s", str(build_timeout_s)]
             again += [] if cluster is None else ["--cluster", cluster]
             again += arguments_of(settings, leave_out=NOT_OURS)
@@ -158,7 +146,6 @@ def run(
             devices=["cluster"] * (workers or 0)
             if cluster
             else spread(device, num_workers=workers),
-            template=template,
             build_timeout_s=build_timeout_s,
             cluster=None if cluster is None else Cluster(cluster, device=device),
             public_url=public_url,

@@ -32,14 +32,15 @@ PARSED_KEPT = 32
 
 
 class WorkerPresence(BaseModel):
-    """What a worker's parent says of itself every few seconds.
+    """What a worker says of itself every few seconds.
 
     `models` maps names to versions; it is empty until the device process has described them.
     `unusable` maps the names of models that cannot be built to the reason. `reloads` is how many
     reloads had been asked for when it last read its models file; `reload_error` says why it could
-    not, and offers what it did before. `job` is the id of the job that it holds. `hardware` is what
-    its device calls itself, `host` the name of its machine. `building` is the model that it builds,
-    before it is ready or to be offered after a reload.
+    not, and offers what it did before. `hardware` is what its device calls itself, `host` the name
+    of its machine. `building` is the model that it builds, before it is ready or to be offered
+    after a reload. That it is busy, and with which `job`, is not announced: `Fleet.workers` reads
+    it where the device process notes it.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -57,6 +58,12 @@ class WorkerPresence(BaseModel):
     hardware: str = ""
     memory: DeviceMemory | None = None
     building: ModelBuild | None = None
+
+    def busy_with(self, held: bytes) -> WorkerPresence:
+        """Return it with the job that its device has in hand, see `Records.held`."""
+        job = held.decode().rpartition(" ")[0]
+        state = "busy" if self.state == "idle" else self.state
+        return self.model_copy(update={"state": state, "job": job})
 
 
 class Fleet:
@@ -117,14 +124,18 @@ class Fleet:
     def workers(self) -> Sequence[WorkerPresence]:
         """Return the live workers by name."""
         names = sorted(n.decode() for n in cast("set[bytes]", self._redis.smembers(WORKERS)))
-        keys = [_presence_key(name) for name in names]
-        found = cast("list[bytes | None]", self._redis.mget(keys)) if keys else []
+        keys = [_presence_key(name) for name in names] + [changes.held_key(name) for name in names]
+        texts = cast("list[bytes | None]", self._redis.mget(keys)) if keys else []
+        found, held = texts[: len(names)], texts[len(names) :]
         gone = [name for name, text in zip(names, found, strict=True) if text is None]
         if gone:
             with unless_refused():  # a later look forgets them
                 self._redis.srem(WORKERS, *gone)
-        workers = [_parsed(WorkerPresence, text) for text in found if text is not None]
-        return [worker for worker in workers if worker is not None]
+        return [
+            worker if job is None else worker.busy_with(job)
+            for text, job in zip(found, held, strict=True)
+            if text is not None and (worker := _parsed(WorkerPresence, text)) is not None
+        ]
 
     def model(self, name: str, *, version: str) -> ModelView | None:
         """Return a description that was published."""

@@ -13,12 +13,11 @@ To read in this order:
 from gradbox_service.jobs.changes import Change, Event
 from gradbox_service.jobs.record import JobRecord, QueuePosition, Transition
 from gradbox_service.jobs.records import Mark, Records
-from gradbox_service.jobs.turns import QUEUE, SERIALIZER, TASK, Turn, Turns
+from gradbox_service.jobs.turns import QUEUE, SERIALIZER, Turn, Turns
 
 __all__ = [
     "QUEUE",
     "SERIALIZER",
-    "TASK",
     "Change",
     "Event",
     "JobRecord",

@@ -186,6 +186,14 @@ def grant(pipe: Pipeline, job_id: str, *, attempt: int, lease_s: float) -> None:
     pipe.set(lease_key(job_id, attempt), 1, px=max(1, int(lease_s * 1000)))
 
 
+def hold(pipe: Pipeline, worker: str, record: JobRecord) -> None:
+    """Note that a worker's device has the record's attempt in hand, as long as that runs."""
+    if record.state is JobState.RUNNING:
+        pipe.set(held_key(worker), f"{record.id} {record.attempt}")
+    else:
+        pipe.delete(held_key(worker))
+
+
 def parse_id(event_id: str | None) -> tuple[int, int]:
     """Return an event's id as numbers that can be compared; (0, 0) for one that is no id."""
     first, _, second = (event_id or "").partition("-")
@@ -264,3 +272,7 @@ def posted_key(owner: str, idempotency_key: str) -> str:
 
 def lease_key(job_id: str, attempt: int) -> str:
     return f"gradbox:lease:{job_id}:{attempt}"
+
+
+def held_key(worker: str) -> str:
+    return f"gradbox:held:{worker}"

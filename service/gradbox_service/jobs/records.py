@@ -3,6 +3,7 @@
     gradbox:job:ID             record, JSON
     gradbox:spec:ID            spec, JSON, as it was posted
     gradbox:lease:ID:ATTEMPT   exists while the attempt's worker beats
+    gradbox:held:NAME          the job and the attempt that the device of worker NAME has in hand
     gradbox:owners             set of the names of all who ever posted a job
     gradbox:owner:NAME         zset of job ids by creation
     gradbox:active:NAME        the same of those that wait or run
@@ -179,6 +180,7 @@ class Records:
         transition: Transition,
         *,
         lease_s: float | None = None,
+        holder: str | None = None,
     ) -> JobRecord | None:
         """Apply `transition` to the newest record and append the event, as one transaction.
 
@@ -187,6 +189,7 @@ class Records:
         Args:
             transition: may be called several times, so it must be pure.
             lease_s: also grant the resulting attempt a lease of this length; used with `begin`.
+            holder: also note that the device of this worker has the attempt in hand, while it runs.
 
         Returns:
             The new record; None if there is no such job or the transition does not apply.
@@ -201,6 +204,8 @@ class Records:
             changes.write(pipe, before, after)
             if lease_s is not None:
                 changes.grant(pipe, job_id, attempt=after.attempt, lease_s=lease_s)
+            if holder is not None:
+                changes.hold(pipe, holder, after)
             if self._commands.run(pipe, where={job_key(job_id): text or b""}):
                 return after
 
@@ -215,6 +220,20 @@ class Records:
         changes.grant(pipe, job_id, attempt=attempt, lease_s=lease_s)
         self._commands.run(pipe, where={})
         return self.get(job_id)
+
+    def held(self, worker: str) -> Turn | None:
+        """Return the turn that a worker's device has in hand, whoever may have its job by now."""
+        found = cast("bytes | None", self._redis.get(changes.held_key(worker)))
+        if found is None:
+            return None
+        job_id, _, attempt = found.decode().rpartition(" ")
+        return Turn(job_id, int(attempt))
+
+    def let_go(self, worker: str) -> None:
+        """Note that the device of a worker has nothing in hand any more."""
+        pipe = self._redis.pipeline()
+        pipe.delete(changes.held_key(worker))
+        self._commands.run(pipe, where={})
 
     def leased(self, job_id: str, *, attempt: int) -> bool:
         """Return whether the attempt's lease has not run out."""

@@ -1,12 +1,12 @@
 """Turns: job ids in RQ's list. A turn says "run this job next" and can be lost without harm.
 
-RQ's list has nothing but an id of each turn, which says all there is to know of it: the worker
-makes the job of RQ that it runs of that, and names its function by its dotted name, so the service
-never imports the worker.
+RQ's list has nothing but an id of each turn, which says all there is to know of it. What runs it is
+the device process of a worker, and the job's record says the rest.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 from collections.abc import Sequence
@@ -18,12 +18,11 @@ from redis.client import Pipeline
 
 from gradbox_service.database.conditional_commands import ConditionalCommands
 
-TASK = "gradbox_worker.turns.turn.run_turn"
+log = logging.getLogger(__name__)
+
 # One queue for every worker. A worker on two queues would lose a job between them (rq/rq#1716).
 QUEUE = "gradbox"
 SERIALIZER = "json"
-# The worker's parent keeps each job's own time limit; RQ is to have none.
-NO_TIMEOUT = -1
 # Random ones, which tell one feeding of a turn from another.
 OWN_BYTES = 4
 
@@ -73,9 +72,19 @@ class Turns:
         return [turn for turn in map(turn_of, self._queue.get_job_ids()) if turn is not None]
 
     def take(self, *, wait_s: float) -> Turn | None:
-        """Take the next turn, for a worker that is not RQ's; None if none came within `wait_s`."""
+        """Take the next turn; None if none came within `wait_s`.
+
+        It is popped, which Redis does also where it is full, and not moved to a second list as by
+        RQ: if its job is not begun, the dispatcher feeds another.
+        """
         taken = self._redis.blpop([self._queue.key], timeout=wait_s)
-        return None if taken is None else turn_of(cast(bytes, taken[1]).decode())
+        if taken is None:
+            return None
+        rq_id = cast(bytes, taken[1]).decode()
+        turn = turn_of(rq_id)
+        if turn is None:
+            log.error("the queue %s has %r, which is no turn, and is left out", QUEUE, rq_id)
+        return turn
 
 
 def turn_of(rq_id: str) -> Turn | None:

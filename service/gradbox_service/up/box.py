@@ -44,7 +44,6 @@ class Box:
     Args:
         devices: the device of each worker; none given with a cluster is a worker for each of its,
             those that join later too.
-        template: whether workers fork their device processes from one that has imported torch.
         build_timeout_s: how long a model may take to be built; None is what workers take it to be.
         cluster: whose devices run the jobs; None: those of the workers.
         public_url: how others reach the box, where the owner knows better than the machine.
@@ -57,7 +56,6 @@ class Box:
         *,
         models_file: Path,
         devices: Sequence[str],
-        template: bool = True,
         build_timeout_s: float | None = None,
         cluster: Cluster | None = None,
         public_url: str | None = None,
@@ -67,7 +65,6 @@ class Box:
         self._data = settings.data.resolve()
         self._models_file = models_file
         self._devices = devices
-        self._template = template
         self._build_timeout_s = build_timeout_s
         self._cluster = cluster
         self._public_url = public_url
@@ -197,7 +194,6 @@ class Box:
             arguments += ["--cluster", str(address_file(self._data))]
         logs = self._data / "logs"
         arguments += ["--device-log", str(logs / f"{name}.device.log")]
-        arguments += [] if self._template else ["--no-template"]
         if self._build_timeout_s is not None:
             arguments += ["--build-timeout-s", str(self._build_timeout_s)]
         return Part(name, of_module("gradbox_worker", *arguments), log=logs / f"{name}.log")

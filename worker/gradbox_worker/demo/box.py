@@ -36,7 +36,7 @@ def running_box(
     )
     command = [sys.executable, "-m", "gradbox", "up", "--port", "0", "--workers", "1"]
     command += ["--device", device, "--data", str(folder / "data"), "--models", str(models)]
-    command += ["--no-template", *arguments]
+    command += arguments
     # A group of its own: Ctrl-C comes here first, and the box is stopped in order.
     up = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:

@@ -30,11 +30,13 @@ class Builds:
         self._until_s = 0.0
         self._killed = ("", 0)  # the model at which the last process was killed; times in a row
 
-    def begins(self, model: str) -> None:
-        """Note that a process begins with a model, and say so."""
-        log.info("building and trying the model %r", model)
-        self.current = ModelBuild(model=model, since_s=time.time())
-        self._until_s = time.monotonic() + self._timeout_s
+    def note(self, building: ModelBuild | None) -> None:
+        """Note what a process says that it builds, and log it if that is new."""
+        if building is not None and building != self.current:
+            log.info("building and trying the model %r", building.model)
+            took_s = max(0.0, time.time() - building.since_s)
+            self._until_s = time.monotonic() + self._timeout_s - took_s
+        self.current = building
 
     def over(self) -> None:
         """Note that a process has built all it had to."""

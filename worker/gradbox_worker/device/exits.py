@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from gradbox_worker.device.last_step import JobStep
+from gradbox_worker.work import Died
+
 VMSTAT: Final = Path("/proc/vmstat")
 OUT_OF_MEMORY: Final = "killed by the kernel for lack of memory"
 
@@ -65,3 +68,18 @@ def count_oom_kills() -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
+def died(ended: Exit, at: JobStep | None) -> Died:
+    """Return what became of the job that a process ran when it ended.
+
+    Args:
+        at: the last step of the job.
+    """
+    if ended.fault is None:
+        return Died(ended.reason)
+    where = "before its first shard"
+    if at is not None:
+        where = f"in phase {at.phase!r} after {at.done} of {at.total} steps"
+    out_of_memory = ended.fault == OUT_OF_MEMORY
+    return Died(ended.reason, fault=f"{ended.fault} {where}", out_of_memory=out_of_memory)

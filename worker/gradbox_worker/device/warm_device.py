@@ -1,7 +1,7 @@
 """A device with its models loaded, and what runs one job after the other on it.
 
 It is the same wherever a device is: in the device process of a worker, and in an actor of a
-cluster. Whoever holds it passes orders in and hears its messages.
+cluster. Whoever has it run a job supervises that.
 """
 
 from __future__ import annotations
@@ -25,23 +25,14 @@ from gradbox_worker.computations.placement import (
     hardware_name,
     memory_bytes,
 )
-from gradbox_worker.device.child import DeviceSettings
-from gradbox_worker.device.messages import (
-    FromDevice,
-    MemoryMeasured,
-    PhaseTimed,
-    ProgressMade,
-    RunFailed,
-    RunFinished,
-    RunStopped,
-)
+from gradbox_worker.device.settings import DeviceSettings, Start
 from gradbox_worker.exceptions_to_problems import Caught
 from gradbox_worker.models import read_models_file
 from gradbox_worker.models.models_file import ModelEntry
 from gradbox_worker.models.registry import Registry
-from gradbox_worker.work import Finished, Stopped, Work
+from gradbox_worker.work import Failed, Outcome, Supervision, Work
 
-REPORT_S: Final = 0.1
+# Between two measurements of memory while a job runs; a shorter job has none.
 MEASURE_S: Final = 0.5
 
 
@@ -54,6 +45,8 @@ class WarmDevice:
         limit: what a job may allocate.
         result_memory_bytes: what may be in memory of a result on its way into its file, or None.
         views: the models that were described when it was opened.
+        models: the versions of all that can be built, by name.
+        unusable: why the others cannot.
         placement: the device as jobs name it.
     """
 
@@ -61,7 +54,7 @@ class WarmDevice:
         self,
         settings: DeviceSettings,
         *,
-        report: Callable[[FromDevice], None],
+        measured: Callable[[DeviceMemory], None] = lambda memory: None,
         known: Mapping[str, str] | None = None,
         unusable: Mapping[str, str] | None = None,
         entries: Mapping[str, ModelEntry] | None = None,
@@ -70,9 +63,10 @@ class WarmDevice:
         """Open the device and build the models that are not known.
 
         Args:
-            report: hears of progress, phases and memory while a job runs.
-            known: see `messages.Begin`.
-            unusable: see `messages.Begin`.
+            measured: hears what is in the device's memory, where a job runs for a while or has
+                changed it.
+            known: see `settings.Start`.
+            unusable: see `settings.Start`.
             entries: of the models file, where that is not to be read here.
             before_building: called with the name of each model that is about to be built.
 
@@ -102,108 +96,116 @@ class WarmDevice:
         self.hardware = hardware_name(*devices)
         self.limit = MemoryLimit(*devices, job_bytes=settings.job_memory_bytes)
         self.result_memory_bytes = settings.result_memory_bytes
-        self._report = report
+        views = {view.name: view for view in self.views}
+        versions = dict(known or {}) | {v.name: v.version for v in self.views if v.usable}
+        self.models = {name: versions[name] for name in self.registry.names if name in versions}
+        self.unusable = dict(unusable or {}) | {
+            name: view.reason for name, view in views.items() if not view.usable
+        }
         self._blobs, self.kept = blob_store(settings.data), KeptGraphs()
         pace_s = settings.checkpoint_after_s
         self._pace = None if pace_s is None else Pace.after(pace_s)
-        self._gauge = Gauge(report, self.registry)
+        self._gauge = Gauge(measured, self.registry)
         self._spoilt_by: Caught | None = None
 
     def memory(self) -> DeviceMemory:
         """Return what is in the device's memory between jobs."""
         return measure_device(*self.registry.devices, models=self.registry.sizes_bytes())
 
-    def run(
-        self, work: Work, *, stop_requested: Callable[[], bool]
-    ) -> RunFinished | RunFailed | RunStopped:
-        """Run a job to its end.
-
-        Args:
-            stop_requested: asked before each shard.
+    def run(self, work: Work, supervision: Supervision) -> Outcome:
+        """Run a job to its end, or until it is to stop.
 
         Returns:
             What it ended in. After a failure that is `leaving` the process must end, with no tensor
             freed: see `Caught`.
         """
         self._gauge.begin()
-        observer = self.watched(stop_requested=stop_requested)
         answer = Execution(
             work=work,
             registry=self.registry,
             blobs=self._blobs,
             kept=self.kept,
-            observer=observer,
+            observer=self.watched(supervision),
             result_memory_bytes=self.result_memory_bytes,
             limit=self.limit,
             pace=self._pace,
-            phase_ended=observer.phase_ended if work.timed else None,
+            phase_ended=supervision.phase_ended if work.timed else None,
         ).attempt()
         self._gauge.end()
-        match answer:
-            case Finished():
-                return RunFinished(result=answer.result)
-            case Stopped():
-                return RunStopped()
+        if not isinstance(answer, Caught):
+            return answer
         self._spoilt_by = answer  # whose error keeps tensors that must not be freed, see `Caught`
-        return RunFailed(problem=answer.problem, leaving=answer.spoilt)
+        return Failed(answer.problem, leaving=answer.spoilt)
 
-    def watched(self, *, stop_requested: Callable[[], bool]) -> Reporter:
+    def watched(self, supervision: Supervision) -> DeviceObserver:
         """Return an observer for the engine that tells progress and stops on request."""
-        return Reporter(self._report, stop_requested=stop_requested, gauge=self._gauge)
+        return DeviceObserver(supervision, gauge=self._gauge)
+
+    def rest(self) -> float | None:
+        """Free graphs that no job has used in time, see `KeptGraphs`."""
+        if self.kept.idle_left_s() == 0:
+            self.kept.drop()
+        return self.kept.idle_left_s()
+
+
+def open_device(
+    start: Start,
+    *,
+    before_building: Callable[[str], None],
+    measured: Callable[[DeviceMemory], None],
+) -> WarmDevice:
+    """Open the device of a process that was started for it; see `turns.serving.Opening`."""
+    return WarmDevice(
+        start.settings,
+        measured=measured,
+        known=start.known,
+        unusable=start.unusable,
+        before_building=before_building,
+    )
 
 
 class Gauge:
     """Tells what is in the device's memory, now and then."""
 
-    def __init__(self, report: Callable[[FromDevice], None], registry: Registry) -> None:
-        self._report = report
+    def __init__(self, measured: Callable[[DeviceMemory], None], registry: Registry) -> None:
+        self._measured = measured
         self._registry = registry
         self._before_bytes = 0
-        self._sent_at = 0.0
+        self._next_s = 0.0
         self._job_is_shown = False
-        self._sent_models = registry.sizes_bytes()  # with the message that the device is ready
+        self._shown_models = registry.sizes_bytes()  # since the device is ready
 
     def begin(self) -> None:
         """A job begins; what memory holds now is not its own."""
         self._before_bytes = used_bytes(*self._registry.devices)
+        self._next_s = time.monotonic() + MEASURE_S
 
     def step(self) -> None:
-        """Measure, if that was not done a moment ago."""
-        if time.monotonic() - self._sent_at >= MEASURE_S:
-            self._send(before_bytes=self._before_bytes)
+        """Measure, if that is due."""
+        if time.monotonic() >= self._next_s:
+            self._show(before_bytes=self._before_bytes)
 
     def end(self) -> None:
-        """The job has ended: measure without it, unless nobody heard of it and no model moved."""
-        moved = self._registry.sizes_bytes() != self._sent_models
-        if moved or self._job_is_shown or time.monotonic() - self._sent_at >= MEASURE_S:
-            self._send(before_bytes=None)
+        """The job has ended: measure without it, unless it was short and no model moved."""
+        moved = self._registry.sizes_bytes() != self._shown_models
+        if moved or self._job_is_shown or time.monotonic() >= self._next_s:
+            self._show(before_bytes=None)
 
-    def _send(self, *, before_bytes: int | None) -> None:
-        self._sent_at, self._job_is_shown = time.monotonic(), before_bytes is not None
-        self._sent_models = self._registry.sizes_bytes()
+    def _show(self, *, before_bytes: int | None) -> None:
+        self._next_s, self._job_is_shown = time.monotonic() + MEASURE_S, before_bytes is not None
+        self._shown_models = self._registry.sizes_bytes()
         memory = measure_device(
-            *self._registry.devices, models=self._sent_models, before_bytes=before_bytes
+            *self._registry.devices, models=self._shown_models, before_bytes=before_bytes
         )
-        self._report(MemoryMeasured(memory=memory))
+        self._measured(memory)
 
 
-class Reporter:
-    """The engine's observer: tells progress now and then, and stops the job on request."""
+class DeviceObserver:
+    """The engine's observer: hands progress on, and stops the job on request."""
 
-    def __init__(
-        self,
-        report: Callable[[FromDevice], None],
-        *,
-        stop_requested: Callable[[], bool],
-        gauge: Gauge,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._report = report
-        self._stop_requested = stop_requested
+    def __init__(self, supervision: Supervision, *, gauge: Gauge) -> None:
+        self._supervision = supervision
         self._gauge = gauge
-        self._clock = clock
-        self._phase = ""
-        self._reported_at = 0.0
 
     def step(self, phase: str, done: int, total: int) -> None:
         """Hear of a step.
@@ -211,15 +213,7 @@ class Reporter:
         Raises:
             StopNow: the job is to stop.
         """
-        if self._stop_requested():
+        if self._supervision.stop_requested():
             raise StopNow
         self._gauge.step()
-        now = self._clock()
-        if phase == self._phase and now - self._reported_at < REPORT_S:
-            return
-        self._phase, self._reported_at = phase, now
-        self._report(ProgressMade(phase=phase, done=done, total=total))
-
-    def phase_ended(self, phase: str, *, began_s: float, ended_s: float) -> None:
-        """Hear of a phase that ended."""
-        self._report(PhaseTimed(phase=phase, began_s=began_s, ended_s=ended_s))
+        self._supervision.progress(phase, done, total)

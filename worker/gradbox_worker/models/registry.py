@@ -89,6 +89,11 @@ class Registry:
         """On which any of the models may be."""
         return self._gpus or (self.device,)
 
+    @property
+    def names(self) -> list[str]:
+        """All models, as they stand in the models file."""
+        return list(self._entries)
+
     def describe(
         self, *, before: Callable[[str], None] = lambda name: None, beside: bool = False
     ) -> list[ModelView]:

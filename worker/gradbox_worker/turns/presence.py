@@ -6,13 +6,13 @@ import fcntl
 import os
 import socket
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from gradbox.protocol import DeviceMemory, ModelBuild, ModelView
+from gradbox.protocol import DeviceMemory, ModelBuild
 from gradbox_service.database.refusals import unless_refused
 from gradbox_service.fleet import Fleet, WorkerPresence
+from gradbox_worker.device.entry import DeviceEntry
 from gradbox_worker.errors import NameTaken
 
 # `gradbox up` kills a worker that lets its entry lapse: see its watchdog.
@@ -61,9 +61,14 @@ def default_name(device: str) -> str:
 
 
 class Announcer:
-    """Keeps the worker's entry in the fleet fresh."""
+    """Keeps the worker's entry in the fleet fresh.
+
+    Attributes:
+        has_offered: whether there was ever something that the device offers.
+    """
 
     def __init__(self, fleet: Fleet, *, name: str) -> None:
+        self.has_offered = False
         self._fleet = fleet
         self._presence = WorkerPresence(
             name=name,
@@ -72,24 +77,23 @@ class Announcer:
             state="starting",
             started_s=time.time(),
         )
-        self._said: WorkerPresence | None = None
-        self._said_at = 0.0
+        self._announced: WorkerPresence | None = None
+        self._announced_at = 0.0
 
-    def offer(self, models: Sequence[ModelView], *, device: str, hardware: str = "") -> None:
-        """Publish the models, which from now on stand in the worker's entry with the device."""
-        usable = [view for view in models if view.usable]
-        self._fleet.describe(usable)
+    @property
+    def reloads(self) -> int:
+        """How many reloads were asked for when the models were last read."""
+        return self._presence.reloads
+
+    def offer(self, entry: DeviceEntry) -> None:
+        """Announce from now on what a device process that is ready offers."""
+        self.has_offered = True
         self._set(
-            device=device,
-            hardware=hardware,
-            models={view.name: view.version for view in usable},
-            unusable={view.name: view.reason for view in models if not view.usable},
+            device=entry.placement,
+            hardware=entry.hardware,
+            models=entry.models,
+            unusable=entry.unusable,
         )
-
-    def reload_asked(self) -> int | None:
-        """Return the number of a reload that was asked for and not noted yet, else None."""
-        asked = self._fleet.reloads()
-        return None if asked == self._presence.reloads else asked
 
     def note_reload(self, number: int, *, error: str = "") -> None:
         """Say from now on that the models file was read for this reload, or why it could not be."""
@@ -97,9 +101,8 @@ class Announcer:
 
     def announce(
         self,
-        state: Literal["starting", "idle", "busy"],
+        state: Literal["starting", "idle"],
         *,
-        job: str | None = None,
         memory: DeviceMemory | None = None,
         building: ModelBuild | None = None,
     ) -> None:
@@ -107,15 +110,15 @@ class Announcer:
 
         What Redis refuses for now is said with the next call.
         """
-        self._set(state=state, job=job, memory=memory, building=building)
-        now_s, presence, said = time.monotonic(), self._presence, self._said
-        if said is not None and presence.model_copy(update={"memory": said.memory}) == said:
-            silent_s = ANNOUNCE_S if memory == said.memory else MEMORY_S
-            if now_s - self._said_at < silent_s:
+        self._set(state=state, memory=memory, building=building)
+        now_s, presence, last = time.monotonic(), self._presence, self._announced
+        if last is not None and presence.model_copy(update={"memory": last.memory}) == last:
+            silent_s = ANNOUNCE_S if memory == last.memory else MEMORY_S
+            if now_s - self._announced_at < silent_s:
                 return
         with unless_refused("%s is %s, which nobody hears", presence.name, state):
             self._fleet.announce(presence, ttl_s=PRESENCE_TTL_S)
-            self._said, self._said_at = presence, now_s
+            self._announced, self._announced_at = presence, now_s
 
     def retire(self) -> None:
         """Say that the worker has stopped."""

@@ -1,13 +1,14 @@
 """How a running job is watched: its lease, requests to cancel it, its time limit, its progress.
 
-One object for one attempt. The device calls it several times a second; it looks at the clock and
-at the job's record, and says whether and why the job is to stop.
+Two objects for one attempt. `JobSupervision` is where it runs: between two shards it looks at the
+clock, and at the job's record when the worker has asked for that. `AttemptWatch` is in the worker,
+which never computes: twice a second it keeps the lease, publishes progress, and finds out that the
+job is to stop, and when that has to be forced.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
@@ -15,8 +16,9 @@ from typing import Final
 from gradbox.protocol import ProgressView
 from gradbox.spans import Spans
 from gradbox_service.database.refusals import unless_refused
-from gradbox_service.jobs import Records
-from gradbox_worker.work import StopOrder
+from gradbox_service.jobs import JobRecord, Records, Turn
+from gradbox_worker.device.last_step import JobStep, LastStep
+from gradbox_worker.device.orders import Orders
 
 WORKER: Final = Spans("gradbox-worker")
 # A replayed shard costs a forward and a backward, about three forwards.
@@ -37,118 +39,148 @@ class Patience:
     """How long things may take, in seconds."""
 
     lease_s: float = 20.0  # the record says that the worker is lost after so long a silence
-    beat_s: float = 0.5  # between two looks at the record
-    progress_s: float = 0.2  # before the first progress event, and between two
     cancel_grace_s: float = 30.0  # for a cancelled job's shard to end before the process is killed
     timeout_grace_s: float = 5.0  # the same when the time limit has passed
 
 
-class Watch:
-    """Implements `Supervision` for one attempt at one job."""
+class JobSupervision:
+    """Implements `Supervision` for one attempt, in the process that computes it.
+
+    Attributes:
+        stop_reason: why the job is to stop, once it is.
+    """
 
     def __init__(
         self,
         records: Records,
-        job_id: str,
+        record: JobRecord,
         *,
-        attempt: int,
-        timeout_s: float,
-        patience: Patience,
-        leaving: Callable[[], bool],
-        alive: Callable[[], None],
+        orders: Orders,
+        step: LastStep,
         traceparent: str | None = None,
     ) -> None:
         """Start the attempt's clock.
 
         Args:
+            orders: what the worker has asked for.
+            step: where steps are noted.
             traceparent: the parent of the spans of its phases.
-            leaving: tells whether the worker was asked to end.
-            alive: called with every beat, for the worker's own heartbeats.
         """
         self.stop_reason: StopReason | None = None
-        self._records = records
-        self._job_id = job_id
-        self._attempt = attempt
-        self._patience = patience
-        self._leaving = leaving
-        self._alive = alive
+        self._records, self._record = records, record
+        self._orders, self._step = orders, step
         self._traceparent = traceparent
-        self._deadline = time.monotonic() + timeout_s
-        # The attempt has just begun, with a fresh lease and nothing asked of it.
-        self._next_beat = time.monotonic() + patience.beat_s
-        self._first_progress = time.monotonic() + patience.progress_s
-        self._next_progress = 0.0
-        # Progress before the first event of it was due; `poll` writes it then.
-        self._early_progress: tuple[str, int, int] | None = None
-        self._phase = ""
-        self._phase_began = 0.0
-        self._phase_began_at = 0
+        self._deadline = time.monotonic() + record.timeout_s
 
-    def poll(self) -> StopOrder | None:
-        """Beat when it is time, and say whether the job is to stop."""
-        now = time.monotonic()
-        if now >= self._next_beat:
-            self._next_beat = now + self._patience.beat_s
-            self._beat()
-        if self._early_progress is not None and now >= self._first_progress:
-            phase, done, total = self._early_progress
-            self._next_progress = now
-            self.progress(phase, done, total)
-        if self.stop_reason is None and now >= self._deadline:
-            self.stop_reason = StopReason.OUT_OF_TIME
-        if self.stop_reason is None and self._leaving():
-            self.stop_reason = StopReason.LEAVING
+    def stop_requested(self) -> bool:
+        """Return whether the job is to stop; looks at its record only when asked to."""
         if self.stop_reason is None:
-            return None
-        if self.stop_reason is StopReason.OUT_OF_TIME:
-            return StopOrder(self._patience.timeout_grace_s)
-        return StopOrder(self._patience.cancel_grace_s)
+            if self._orders.look or self._orders.leaving:
+                self._orders.look = False
+                self.stop_reason = self._found()
+            elif time.monotonic() >= self._deadline:
+                self.stop_reason = StopReason.OUT_OF_TIME
+        return self.stop_reason is not None
 
     def progress(self, phase: str, done: int, total: int) -> None:
-        """Note progress in the record, at most every `progress_s` within a phase.
-
-        A job that ends before the first `progress_s` never has any.
-        """
-        now = time.monotonic()
-        if phase != self._phase:
-            self._phase, self._phase_began, self._phase_began_at = phase, now, done
-        elif now < self._next_progress:
-            return
-        if now < self._first_progress:
-            self._early_progress = (phase, done, total)
-            return
-        self._early_progress = None
-        self._next_progress = now + self._patience.progress_s
-        view = ProgressView(
-            phase=phase, done=done, total=total, seconds_left=self._seconds_left(now, done, total)
-        )
-        with unless_refused("job %s: its progress is not noted", self._job_id):
-            self._records.update(
-                self._job_id, lambda record: record.advance(attempt=self._attempt, progress=view)
-            )
+        """Note how far the job is, for the worker to read."""
+        self._step.note(phase, done, total)
 
     def phase_ended(self, phase: str, *, began_s: float, ended_s: float) -> None:
         """Record the phase as a span."""
         WORKER.record(phase, parent=self._traceparent, began_s=began_s, ended_s=ended_s)
 
-    def _beat(self) -> None:
-        with unless_refused("job %s: its lease is not renewed", self._job_id):
-            record = self._records.beat(
-                self._job_id, attempt=self._attempt, lease_s=self._patience.lease_s
-            )
-            self._alive()
-            if record is None or not record.held_by(self._attempt):
-                self.stop_reason = StopReason.NOT_OURS
-            elif record.cancel_requested:
-                self.stop_reason = StopReason.CANCELLED
+    def _found(self) -> StopReason | None:
+        found = None
+        with unless_refused("job %s: whether it is to stop is not known", self._record.id):
+            found = why_stop(self._records.get(self._record.id), self._record.attempt)
+        if found is None and time.monotonic() >= self._deadline:
+            return StopReason.OUT_OF_TIME
+        return StopReason.LEAVING if found is None and self._orders.leaving else found
 
-    def _seconds_left(self, now: float, done: int, total: int) -> float | None:
+
+class AttemptWatch:
+    """Watches one attempt from outside the process that computes it.
+
+    Attributes:
+        held: the attempt.
+        stop_reason: why the job is to stop, once it is.
+    """
+
+    def __init__(self, records: Records, held: Turn, *, patience: Patience) -> None:
+        """Look at nothing yet."""
+        self.held = held
+        self.stop_reason: StopReason | None = None
+        self._records, self._patience = records, patience
+        self._deadline: float | None = None
+        self._kill_at = 0.0
+        self._published: JobStep | None = None
+        self._phase_began = 0.0
+        self._phase_began_at = 0
+
+    def look(self, step: JobStep | None) -> None:
+        """Keep the lease, find out whether the job is to stop, and publish its progress.
+
+        Args:
+            step: the last step that the process has noted.
+        """
+        held = self.held
+        with unless_refused("job %s: its lease is not renewed", held.job_id):
+            record = self._records.beat(
+                held.job_id, attempt=held.attempt, lease_s=self._patience.lease_s
+            )
+            self._find_stop(record)
+        if step is not None and step != self._published:
+            with unless_refused("job %s: its progress is not noted", held.job_id):
+                self._publish(step)
+
+    def is_overdue(self) -> bool:
+        """Return whether the job was to stop so long ago that its process is to be killed."""
+        return self.stop_reason is not None and time.monotonic() >= self._kill_at
+
+    def _find_stop(self, record: JobRecord | None) -> None:
+        if self.stop_reason is not None:
+            return
+        now = time.monotonic()
+        if record is not None and self._deadline is None:
+            ran_s = time.time() - (record.started_s or time.time())
+            self._deadline = now + record.timeout_s - max(0.0, ran_s)
+        self.stop_reason = why_stop(record, self.held.attempt)
+        self._kill_at = now + self._patience.cancel_grace_s
+        if self.stop_reason is None and self._deadline is not None and now >= self._deadline:
+            self.stop_reason = StopReason.OUT_OF_TIME
+            self._kill_at = now + self._patience.timeout_grace_s
+
+    def _publish(self, step: JobStep) -> None:
+        now, before = time.monotonic(), self._published
+        self._published = step
+        if before is None or before.phase != step.phase:
+            self._phase_began, self._phase_began_at = now, step.done
+        view = ProgressView(
+            phase=step.phase,
+            done=step.done,
+            total=step.total,
+            seconds_left=self._seconds_left(now, step),
+        )
+        attempt = self.held.attempt
+        self._records.update(
+            self.held.job_id, lambda record: record.advance(attempt=attempt, progress=view)
+        )
+
+    def _seconds_left(self, now: float, step: JobStep) -> float | None:
         """Extrapolate this phase, and the replay from the forward pass."""
-        counted = done - self._phase_began_at
+        counted = step.done - self._phase_began_at
         if counted <= 0:
             return None
         per_shard_s = (now - self._phase_began) / counted
-        left = float(total - done)
-        if self._phase == "forward":
-            left += REPLAY_COST * total
+        left = float(step.total - step.done)
+        if step.phase == "forward":
+            left += REPLAY_COST * step.total
         return per_shard_s * left
+
+
+def why_stop(record: JobRecord | None, attempt: int) -> StopReason | None:
+    """Return why an attempt is to stop, by the job's record as it is now."""
+    if record is None or not record.held_by(attempt):
+        return StopReason.NOT_OURS
+    return StopReason.CANCELLED if record.cancel_requested else None

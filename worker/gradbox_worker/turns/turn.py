@@ -1,7 +1,7 @@
 """One turn: a job's record goes from queued to running and on, while a device does the work.
 
-Nothing here knows which queue brought the turn: RQ calls `run_turn` by its name, and the in-process
-worker calls `TurnRunner.run`. What happens when:
+`TurnRunner` is where the device is, and `Attempts` also in its worker, for the attempts whose
+process has ended. What happens when:
 
     the device …                              the record …
     ────────────────────────────────────────  ──────────────────────────────────────────────
@@ -18,11 +18,10 @@ worker calls `TurnRunner.run`. What happens when:
 
 from __future__ import annotations
 
-import contextvars
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -36,9 +35,10 @@ from gradbox_service.fleet import Fleet
 from gradbox_service.fleet.workers import may_be_run
 from gradbox_service.jobs import JobRecord, Records, Transition
 from gradbox_service.store import ResultStore
-from gradbox_worker.errors import DeviceNotStarted
-from gradbox_worker.turns.supervision import WORKER, Patience, StopReason, Watch
-from gradbox_worker.work import Device, Died, Failed, Finished, Outcome, Work
+from gradbox_worker.device.last_step import LastStep
+from gradbox_worker.device.orders import Orders
+from gradbox_worker.turns.supervision import WORKER, JobSupervision, StopReason
+from gradbox_worker.work import Device, Died, Failed, Finished, Outcome, Stopped, Work
 
 log = logging.getLogger(__name__)
 
@@ -46,69 +46,45 @@ STORE_RETRY_S: Final = 0.5
 KILLED: Final = "the worker itself was killed"
 
 
-def run_turn(job_id: str) -> str:
-    """Run a job in the worker whose process this is: the task that RQ's turns name."""
-    return CURRENT.get().run(job_id)
-
-
 @dataclass(frozen=True)
-class TurnRunner:
-    """Runs jobs on one device, on behalf of one worker."""
+class Attempts:
+    """Begins and ends attempts at jobs, on behalf of one worker.
+
+    With the record of an attempt that begins goes a note that the worker's device has it in hand
+    (`Records.held`), and with one that ends that it has not.
+    """
 
     records: Records
     results: ResultStore
-    device: Device
-    worker: str  # the worker's name, for the records
-    patience: Patience = field(default_factory=Patience)
-    leaving: Callable[[], bool] = lambda: False  # whether the worker was asked to end
-    alive: Callable[[], None] = lambda: None  # called with every beat
-    fleet: Fleet | None = None  # who else there is to run what this device has no model for
+    worker: str  # its name
+    leaving: Callable[[], bool] = lambda: False  # whether it was asked to end
 
-    def run(self, job_id: str) -> str:
-        """Run the job if it is still queued; leave its record in the state that is due.
+    def begin(
+        self, job_id: str, *, unless: Callable[[JobRecord], bool], lease_s: float
+    ) -> JobRecord | None:
+        """Begin an attempt at a job.
 
-        Where Redis refuses for now, the begin and the end wait until it takes them.
+        Args:
+            unless: tells of a job that it is not to be begun here.
 
         Returns:
-            The state that the job is left in, or "skipped".
-
-        Raises:
-            DeviceNotStarted: the job is queued again, but the worker had better end.
-            redis.RedisError: Redis does not give the spec, or refuses as the worker is to end.
+            The record; None if the job is not queued, or not to be begun here.
         """
-        spec = self._spec(job_id)  # before the job is begun: without Redis no attempt is lost
-        lease_s = self.patience.lease_s
-        record = self._change(job_id, self._begun, made=self._is_ours, lease_s=lease_s)
-        if record is None:
-            log.info("job %s is not queued any more, or not for this worker", job_id)
-            return "skipped"
-        log.info("job %s: attempt %d begins", job_id, record.attempt)
-        _record_wait(record)
-        with WORKER.span("turn", parent=record.traceparent, worker=self.worker) as span:
-            span.note(job=job_id, attempt=record.attempt)
-            state = self._run(record, spec, traceparent=span.traceparent)
-            span.note(state=state)
-            if state == JobState.FAILED:
-                span.fail("the job failed")
-        return state
 
-    def _run(self, record: JobRecord, spec: JobSpec | Failed, *, traceparent: str | None) -> str:
-        watch = Watch(
-            self.records,
-            record.id,
-            attempt=record.attempt,
-            timeout_s=record.timeout_s,
-            patience=self.patience,
-            leaving=self.leaving,
-            alive=self.alive,
-            traceparent=traceparent,
-        )
-        try:
-            outcome = self._compute(record, spec, watch, timed=traceparent is not None)
-        except DeviceNotStarted:
-            self._end(record, _release(record.attempt))
-            raise
-        return self._end(record, _transition(record, outcome, watch.stop_reason))
+        def begun(record: JobRecord) -> JobRecord | None:
+            if unless(record):
+                return None
+            return record.begin(worker=self.worker, now_s=time.time())
+
+        return self._change(job_id, begun, made=self._is_ours, lease_s=lease_s)
+
+    def end(self, record: JobRecord, outcome: Outcome, stop_reason: StopReason | None) -> str:
+        """End an attempt, and keep its result only if it counts.
+
+        Returns:
+            The state that the job is left in, or "skipped" if the attempt did not count any more.
+        """
+        return self._end(record, _transition(record, outcome, stop_reason))
 
     def recover(self) -> None:
         """Take back the jobs that a worker of this name held when it was killed.
@@ -122,69 +98,10 @@ class TurnRunner:
                     JobRecord.requeue, attempt=record.attempt, reason=KILLED, now_s=time.time()
                 )
                 self._end(record, lose)
+        self.records.let_go(self.worker)
 
     def _is_ours(self, record: JobRecord) -> bool:
         return record.state is JobState.RUNNING and record.worker == self.worker
-
-    def _begun(self, record: JobRecord) -> JobRecord | None:
-        for_others = self._is_for_others(record)
-        return None if for_others else record.begin(worker=self.worker, now_s=time.time())
-
-    def _is_for_others(self, record: JobRecord) -> bool:
-        """Return whether this device lacks the job's model while another worker may have it.
-
-        Where nobody has it, the job is begun all the same, to fail with what there is instead.
-        """
-        if self.fleet is None:
-            return False
-        wanted = (record.model, record.model_version)
-        if wanted in [(model.name, model.version) for model in self.device.models]:
-            return False
-        others = [worker for worker in self.fleet.workers() if worker.name != self.worker]
-        if not may_be_run(*wanted, by=others):
-            return False
-        log.info("job %s is left to a worker that has %s", record.id, record.model)
-        return True
-
-    def _spec(self, job_id: str) -> JobSpec | Failed:
-        """Return what was posted, or why it cannot be run."""
-        try:
-            spec = self.records.spec(job_id)
-        except GradboxError as error:  # another version of gradbox accepted it
-            return Failed(Problem.of(error))
-        missing = JobFailed("expected the job's spec in the store, found none: submit it again")
-        return Failed(Problem.of(missing)) if spec is None else spec
-
-    def _compute(
-        self, record: JobRecord, spec: JobSpec | Failed, watch: Watch, *, timed: bool
-    ) -> Outcome:
-        if isinstance(spec, Failed):
-            return spec
-        work = Work(
-            job_id=record.id,
-            attempt=record.attempt,
-            model=record.model,
-            model_version=record.model_version,
-            spec=spec,
-            spec_digest=record.spec_digest,
-            result_path=self.results.path(record.id, attempt=record.attempt),
-            earlier_result=self._earlier_result(spec),
-            queued_s=max(0.0, (record.started_s or record.created_s) - record.created_s),
-            disk_reserve_bytes=self.results.room.reserve_bytes,
-            timed=timed,
-        )
-        return self.device.run(work, watch)
-
-    def _earlier_result(self, spec: JobSpec) -> Path | None:
-        """Return where the outputs are that cotangents belong to, or the rows of `against`."""
-        if isinstance(spec, GradientSpec) and isinstance(spec.loss, CotangentsLoss):
-            job_id: str | None = spec.loss.forward
-        else:
-            job_id = spec.against if isinstance(spec, SampleSpec) else None
-        earlier = None if job_id is None else self.records.get(job_id)
-        if earlier is None:
-            return None
-        return self.results.path(earlier.id, attempt=earlier.attempt)
 
     def _end(self, record: JobRecord, transition: Transition | None) -> str:
         """Change the record, and keep a result only if it counts."""
@@ -192,6 +109,8 @@ class TurnRunner:
         if transition is not None:
             done = (JobState.DONE, record.attempt)
             after = self._change(record.id, transition, made=lambda r: (r.state, r.attempt) == done)
+        if after is None:
+            self.records.let_go(self.worker)
         if after is None or after.state is not JobState.DONE:
             self.results.discard(record.id, attempt=record.attempt)
         if after is None:
@@ -224,7 +143,7 @@ class TurnRunner:
         """
         while True:
             try:
-                after = self.records.update(job_id, transition, lease_s=lease_s)
+                after = self.records.update(job_id, transition, lease_s=lease_s, holder=self.worker)
                 if after is None and (found := self.records.get(job_id)) and made(found):
                     return found
                 return after
@@ -235,8 +154,125 @@ class TurnRunner:
                 time.sleep(STORE_RETRY_S)
 
 
-# The runner that `run_turn` speaks to: RQ hands a task nothing but its arguments.
-CURRENT: contextvars.ContextVar[TurnRunner] = contextvars.ContextVar("gradbox turn runner")
+@dataclass
+class TurnRunner:
+    """Runs jobs on one device.
+
+    Attributes:
+        attempts: begins and ends them.
+        device: what computes.
+        orders: what the worker has asked of this process.
+        step: where steps of the running job are noted.
+        lease_s: of an attempt, when it begins.
+        fleet: who else there is to run what this device has no model for.
+        spoilt: whether the last outcome was one after which the process is to end.
+    """
+
+    attempts: Attempts
+    device: Device
+    orders: Orders
+    step: LastStep
+    lease_s: float
+    fleet: Fleet | None = None
+    spoilt: bool = False
+
+    def run(self, job_id: str) -> str:
+        """Run the job if it is still queued; leave its record in the state that is due.
+
+        Where Redis refuses for now, the begin and the end wait until it takes them.
+
+        Returns:
+            The state that the job is left in, or "skipped".
+
+        Raises:
+            redis.RedisError: Redis does not give the spec, or refuses as the worker is to end.
+        """
+        spec = self._spec(job_id)  # before the job is begun: without Redis no attempt is lost
+        self.step.clear()
+        record = self.attempts.begin(job_id, unless=self._is_for_others, lease_s=self.lease_s)
+        if record is None:
+            log.info("job %s is not queued any more, or not for this worker", job_id)
+            return "skipped"
+        log.info("job %s: attempt %d begins", job_id, record.attempt)
+        _record_wait(record)
+        with WORKER.span("turn", parent=record.traceparent, worker=record.worker or "") as span:
+            span.note(job=job_id, attempt=record.attempt)
+            supervision = JobSupervision(
+                self.attempts.records,
+                record,
+                orders=self.orders,
+                step=self.step,
+                traceparent=span.traceparent,
+            )
+            outcome = self._compute(record, spec, supervision, timed=span.traceparent is not None)
+            self.spoilt = not isinstance(outcome, Finished) and outcome.leaving
+            state = self.attempts.end(record, outcome, supervision.stop_reason)
+            span.note(state=state)
+            if state == JobState.FAILED:
+                span.fail("the job failed")
+        return state
+
+    def _is_for_others(self, record: JobRecord) -> bool:
+        """Return whether this device lacks the job's model while another worker may have it.
+
+        Where nobody has it, the job is begun all the same, to fail with what there is instead.
+        """
+        if self.fleet is None:
+            return False
+        if self.device.models.get(record.model) == record.model_version:
+            return False
+        name = self.attempts.worker
+        others = [worker for worker in self.fleet.workers() if worker.name != name]
+        if not may_be_run(record.model, record.model_version, by=others):
+            return False
+        log.info("job %s is left to a worker that has %s", record.id, record.model)
+        return True
+
+    def _spec(self, job_id: str) -> JobSpec | Failed:
+        """Return what was posted, or why it cannot be run."""
+        try:
+            spec = self.attempts.records.spec(job_id)
+        except GradboxError as error:  # another version of gradbox accepted it
+            return Failed(Problem.of(error))
+        missing = JobFailed("expected the job's spec in the store, found none: submit it again")
+        return Failed(Problem.of(missing)) if spec is None else spec
+
+    def _compute(
+        self,
+        record: JobRecord,
+        spec: JobSpec | Failed,
+        supervision: JobSupervision,
+        *,
+        timed: bool,
+    ) -> Outcome:
+        if isinstance(spec, Failed):
+            return spec
+        results = self.attempts.results
+        work = Work(
+            job_id=record.id,
+            attempt=record.attempt,
+            model=record.model,
+            model_version=record.model_version,
+            spec=spec,
+            spec_digest=record.spec_digest,
+            result_path=results.path(record.id, attempt=record.attempt),
+            earlier_result=self._earlier_result(spec),
+            queued_s=max(0.0, (record.started_s or record.created_s) - record.created_s),
+            disk_reserve_bytes=results.room.reserve_bytes,
+            timed=timed,
+        )
+        return self.device.run(work, supervision)
+
+    def _earlier_result(self, spec: JobSpec) -> Path | None:
+        """Return where the outputs are that cotangents belong to, or the rows of `against`."""
+        if isinstance(spec, GradientSpec) and isinstance(spec.loss, CotangentsLoss):
+            job_id: str | None = spec.loss.forward
+        else:
+            job_id = spec.against if isinstance(spec, SampleSpec) else None
+        earlier = None if job_id is None else self.attempts.records.get(job_id)
+        if earlier is None:
+            return None
+        return self.attempts.results.path(earlier.id, attempt=earlier.attempt)
 
 
 def _record_wait(record: JobRecord) -> None:
@@ -261,7 +297,7 @@ def _transition(
         case _, StopReason.OUT_OF_TIME:
             problem = Problem.of(_out_of_time(record))
             return lambda r: r.fail(attempt=attempt, error=problem, now_s=time.time())
-        case _, StopReason.LEAVING:
+        case (_, StopReason.LEAVING) | (Stopped(leaving=True), None):
             return _release(attempt)
         case Died() as died, None:
             return lambda r: _lose(r, died, attempt=attempt)

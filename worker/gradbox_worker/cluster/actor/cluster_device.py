@@ -33,24 +33,35 @@ from gradbox_worker.cluster.exchange.array_buffers import (
     num_bytes,
 )
 from gradbox_worker.cluster.exchange.factor_buffers import FactorBuffers
+from gradbox_worker.cluster.exchange.messages import (
+    FromDevice,
+    MemoryMeasured,
+    PhaseTimed,
+    ProgressMade,
+    Run,
+    RunFailed,
+    RunFinished,
+    RunStopped,
+)
 from gradbox_worker.cluster.exchange.sent_tensors import RangeJob
 from gradbox_worker.cluster.exchange.shipped_models import models_here
 from gradbox_worker.computations.execution import StopNow
 from gradbox_worker.computations.receipts import gradbox_version
-from gradbox_worker.device.child import DeviceSettings
 from gradbox_worker.device.importing import import_for_jobs
-from gradbox_worker.device.messages import TO_DEVICE, FromDevice, Run, RunFailed
+from gradbox_worker.device.settings import DeviceSettings
 from gradbox_worker.device.warm_device import WarmDevice
 from gradbox_worker.errors import JobStopped
 from gradbox_worker.exceptions_to_problems import refuses_work
 from gradbox_worker.files.placed_rows import Placement
 from gradbox_worker.hints import with_hint
+from gradbox_worker.work import Failed, Finished, Supervision
 
 T = TypeVar("T")
 
 # For its last answer to be sent, before a process whose device is spoilt ends.
 LEAVE_S: Final = 2.0
 OPENING_S: Final = 0.02
+REPORT_S: Final = 0.1
 
 
 class ClusterDevice:
@@ -78,7 +89,11 @@ class ClusterDevice:
         self._open_for: tuple[str, int] | None = None
         self._mark = mark
         entries = None if models is None else models_here(ray.get_actor(models))
-        self._device = WarmDevice(settings, report=self._news.append, entries=entries)
+        self._device = WarmDevice(
+            settings,
+            measured=lambda memory: self._news.append(MemoryMeasured(memory=memory)),
+            entries=entries,
+        )
 
     def describe(self) -> dict[str, Any]:
         """Say what the device is: its models as JSON, and whether it sees the data folder."""
@@ -102,12 +117,17 @@ class ClusterDevice:
 
     def run(self, order: str) -> list[str]:
         """Run a whole job; returns the messages that are left, the outcome last."""
-        run = TO_DEVICE.validate_json(order)
-        assert isinstance(run, Run)
+        work = Run.model_validate_json(order).work
         self._close()
-        stop_requested = self._stop_of(run.work.job_id, run.work.attempt)
-        answer = self._device.run(run.work, stop_requested=stop_requested)
-        if isinstance(answer, RunFailed) and answer.leaving:
+        found = self._device.run(work, self._supervision(work.job_id, work.attempt))
+        match found:
+            case Finished():
+                answer: FromDevice = RunFinished(result=found.result)
+            case Failed():
+                answer = RunFailed(problem=found.problem, leaving=found.leaving)
+            case _:
+                answer = RunStopped()
+        if isinstance(found, Failed) and found.leaving:
             self._leave_soon()
         return [*self.news(), answer.model_dump_json()]
 
@@ -117,8 +137,7 @@ class ClusterDevice:
         if not self._sees_files():
             job = replace(job, checkpoints=None)
         self._open_for = job.key
-        stop_requested = self._stop_of(*job.key)
-        observer = self._device.watched(stop_requested=stop_requested)
+        observer = self._device.watched(self._supervision(*job.key))
         held: OpenJob | OpenSamples
         if job.of_samples:
             held = self._guarded(partial(OpenSamples, self._device, job, observer=observer))
@@ -259,8 +278,11 @@ class ClusterDevice:
         """Have whatever runs stop before its next shard, up to the next `empty`."""
         self._abandoned = True
 
-    def _stop_of(self, job_id: str, attempt: int) -> Callable[[], bool]:
-        return lambda: self._abandoned or self._stopped == (job_id, attempt)
+    def _supervision(self, job_id: str, attempt: int) -> Supervision:
+        def stop_requested() -> bool:
+            return self._abandoned or self._stopped == (job_id, attempt)
+
+        return _News(self._news.append, stop_requested)
 
     def _in_phases(self, *ranges: int) -> OpenJob:
         return self._holding(OpenJob, ranges)
@@ -301,3 +323,24 @@ class ClusterDevice:
         leaving = threading.Timer(LEAVE_S, os._exit, args=(0,))
         leaving.daemon = True
         leaving.start()
+
+
+class _News:
+    """The supervision of a job: tells of its progress now and then."""
+
+    def __init__(
+        self, tell: Callable[[FromDevice], None], stop_requested: Callable[[], bool]
+    ) -> None:
+        self.stop_requested = stop_requested
+        self._tell = tell
+        self._phase = ""
+        self._told_at = 0.0
+
+    def progress(self, phase: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if phase != self._phase or now - self._told_at >= REPORT_S:
+            self._phase, self._told_at = phase, now
+            self._tell(ProgressMade(phase=phase, done=done, total=total))
+
+    def phase_ended(self, phase: str, *, began_s: float, ended_s: float) -> None:
+        self._tell(PhaseTimed(phase=phase, began_s=began_s, ended_s=ended_s))

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import ray
 
-from gradbox_worker.device.child import DeviceSettings
+from gradbox_worker.device.settings import DeviceSettings
 from gradbox_worker.errors import JobStopped
 
 CONTROL: Final = "control"

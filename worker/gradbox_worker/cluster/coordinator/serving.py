@@ -1,42 +1,37 @@
-"""The coordinator's main loop: a device process that has the devices of a cluster run its jobs."""
+"""The coordinator's device: one job after the other, run by devices of a cluster."""
 
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from multiprocessing.connection import Connection
 from typing import Final
 
-from gradbox.errors import JobFailed
+from gradbox.protocol import DeviceMemory
 from gradbox_engine.errors import CoupledShards
+from gradbox_worker import work as work_outcomes
 from gradbox_worker.cluster.coordinator.joined import ClusterGone, JoinedCluster
 from gradbox_worker.cluster.coordinator.waiting_graphs import WaitingGraphs
 from gradbox_worker.cluster.coordinator.whole_job import DiedBefore, Outcome, answered, run_whole
 from gradbox_worker.cluster.coordinator.wide_job import WideJob, can_be_split
-from gradbox_worker.cluster.head.leases import LeasedDevice, LeaseRequest
-from gradbox_worker.computations.execution import StopNow
-from gradbox_worker.device.child import DeviceSettings
-from gradbox_worker.device.importing import import_for_jobs
-from gradbox_worker.device.messages import (
-    Begin,
-    DeviceReady,
-    DeviceUnready,
+from gradbox_worker.cluster.exchange.messages import (
     FromDevice,
+    MemoryMeasured,
+    PhaseTimed,
+    ProgressMade,
     RunFailed,
     RunFinished,
     RunLost,
     RunStopped,
-    send,
 )
-from gradbox_worker.device.serving import Orders
-from gradbox_worker.errors import WorkerError
+from gradbox_worker.cluster.head.leases import LeasedDevice, LeaseRequest
+from gradbox_worker.computations.execution import StopNow
+from gradbox_worker.device.exits import Exit, died
+from gradbox_worker.device.last_step import JobStep
+from gradbox_worker.device.settings import DeviceSettings, Start
 from gradbox_worker.exceptions_to_problems import Caught, caught
-from gradbox_worker.work import Work
+from gradbox_worker.work import Supervision, Work
 
 log = logging.getLogger(__name__)
 
@@ -45,46 +40,84 @@ AUTO: Final = "auto"
 ALL: Final = 2**31
 
 
-def serve(
-    connection: Connection, orders: Orders, *, begin: Begin, settings: DeviceSettings
-) -> None:
-    """Join the cluster, then coordinate one job after the other.
+class CoordinatingDevice:
+    """Implements `turns.serving.Served` by the devices of a cluster.
 
-    The process ends elsewhere, when the worker closes the pipe; or here, when the head of the
-    cluster has ended, so that the next one joins the new one.
-
-    Args:
-        begin: the worker's first message.
+    Attributes:
+        models: the versions of the models, by name.
+        unusable: why others cannot be built.
+        views: those that the worker did not know.
+        placement: what the worker says that its device is.
+        hardware: what the first device calls itself.
     """
-    assert settings.cluster is not None
-    report = partial(send, connection)
-    path = settings.cluster
-    cluster = caught(
-        lambda: JoinedCluster(path, reloads=begin.reloads),
-        doing="joining the cluster",
-        let_through=OSError,
-        explain=lambda error: JobFailed(str(error)) if isinstance(error, WorkerError) else None,
-    )
-    if isinstance(cluster, Caught):
-        report(DeviceUnready(problem=cluster.problem))
-        return
-    known = begin.known.keys() | begin.unusable.keys()
-    views = [view for name, view in cluster.views.items() if name not in known]
-    report(DeviceReady(models=views, placement="cluster", hardware=cluster.hardware))
-    import_for_jobs()
-    while True:
-        work = orders.next_run(None)
-        if work is None:
-            continue
-        stop_requested = partial(orders.stop_requested, work.job_id, work.attempt)
-        coordinator = Coordinator(cluster, settings, report=report, stop_requested=stop_requested)
+
+    def __init__(self, start: Start, *, measured: Callable[[DeviceMemory], None]) -> None:
+        """Join the cluster.
+
+        Args:
+            measured: hears what is in the memory of the device that runs a job.
+
+        Raises:
+            DeviceNotStarted: there is none, or it cannot be joined.
+        """
+        self._settings, self._measured = start.settings, measured
+        path = start.settings.cluster
+        assert path is not None
+        self._cluster = JoinedCluster(path, reloads=start.reloads)
+        views = self._cluster.views.values()
+        self.models = {view.name: view.version for view in views if view.usable}
+        self.unusable = {view.name: view.reason for view in views if not view.usable}
+        self.views = [view for view in views if view.name not in start.known]
+        self.placement = "cluster"
+        self.hardware = self._cluster.hardware
+
+    def memory(self) -> DeviceMemory | None:
+        """Return nothing: the memory is that of many devices."""
+        return None
+
+    def rest(self) -> float | None:
+        """Do nothing: the pool frees what waits on its devices."""
+        return None
+
+    def run(self, work: Work, supervision: Supervision) -> work_outcomes.Outcome:
+        """Have devices of the cluster run a job to its end."""
+        step: JobStep | None = None
+
+        def report(frame: FromDevice) -> None:
+            nonlocal step
+            match frame:
+                case ProgressMade():
+                    step = JobStep(frame.phase, frame.done, frame.total)
+                    supervision.progress(*step)
+                case PhaseTimed():
+                    supervision.phase_ended(
+                        frame.phase, began_s=frame.began_s, ended_s=frame.ended_s
+                    )
+                case MemoryMeasured():
+                    self._measured(frame.memory)
+
+        coordinator = Coordinator(
+            self._cluster,
+            self._settings,
+            report=report,
+            stop_requested=supervision.stop_requested,
+        )
         try:
-            report(coordinator.run(work))
+            answer = coordinator.run(work)
         except ClusterGone as error:
             log.warning("job %s: %s", work.job_id, error)
-            begun = coordinator.begun
-            report(RunLost(reason="the head of the cluster ended", leaving=True, begun=begun))
-            os.kill(os.getpid(), signal.SIGKILL)  # Ray's shutdown would wait for the dead head
+            if not coordinator.begun:
+                return work_outcomes.Stopped(leaving=True)
+            return work_outcomes.Died("the head of the cluster ended", leaving=True)
+        match answer:
+            case RunFinished():
+                return work_outcomes.Finished(answer.result)
+            case RunFailed():
+                return work_outcomes.Failed(answer.problem)
+            case RunStopped():
+                return work_outcomes.Stopped()
+            case RunLost():
+                return died(Exit(answer.reason, fault=answer.fault), step)
 
 
 class Coordinator:

@@ -9,8 +9,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from gradbox_worker.cluster.coordinator.joined import POLL_S, JoinedCluster
-from gradbox_worker.cluster.head.leases import LeasedDevice
-from gradbox_worker.device.messages import (
+from gradbox_worker.cluster.exchange.messages import (
     FROM_DEVICE,
     FromDevice,
     Run,
@@ -19,6 +18,7 @@ from gradbox_worker.device.messages import (
     RunLost,
     RunStopped,
 )
+from gradbox_worker.cluster.head.leases import LeasedDevice
 from gradbox_worker.work import Work
 
 Outcome = RunFinished | RunFailed | RunStopped | RunLost

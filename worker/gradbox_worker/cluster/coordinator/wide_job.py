@@ -32,6 +32,12 @@ from gradbox_worker.cluster.coordinator.wide_computations import (
 )
 from gradbox_worker.cluster.coordinator.wide_samples import OfSamples
 from gradbox_worker.cluster.exchange.array_buffers import HOST, TensorBuffer, num_bytes
+from gradbox_worker.cluster.exchange.messages import (
+    FROM_DEVICE,
+    FromDevice,
+    ProgressMade,
+    RunFinished,
+)
 from gradbox_worker.cluster.exchange.sent_tensors import RangeJob
 from gradbox_worker.cluster.head.leases import LeasedDevice, LeaseRequest
 from gradbox_worker.computations.engine_inputs import input_groups
@@ -39,13 +45,7 @@ from gradbox_worker.computations.execution import StopNow
 from gradbox_worker.computations.memory import PeakMemory
 from gradbox_worker.computations.memory_limit import MemoryLimit
 from gradbox_worker.computations.receipts import commit
-from gradbox_worker.device.child import DeviceSettings
-from gradbox_worker.device.messages import (
-    FROM_DEVICE,
-    FromDevice,
-    ProgressMade,
-    RunFinished,
-)
+from gradbox_worker.device.settings import DeviceSettings
 from gradbox_worker.files.blob_tensors import BlobTensors, TensorForm
 from gradbox_worker.files.result_in_place import ResultOnDisk
 from gradbox_worker.files.rounded_gradients import RoundedGradients

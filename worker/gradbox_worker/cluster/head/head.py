@@ -26,7 +26,7 @@ from gradbox_worker.cluster.head.address_file import ClusterAddress
 from gradbox_worker.cluster.head.machine import devices_of
 from gradbox_worker.cluster.head.pool import POOL, Pool
 from gradbox_worker.cluster.head.ray_session import RayOnThisMachine
-from gradbox_worker.device.child import DeviceSettings
+from gradbox_worker.device.settings import DeviceSettings
 from gradbox_worker.errors import DeviceNotStarted
 from gradbox_worker.models.models_file import gpus_of_a_device, read_models_file
 

@@ -1,4 +1,4 @@
-"""The in-process twin runs the same turns, without a second process."""
+"""What a worker computes, run in threads of this process."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import torch
 
 from gradbox.errors import LossNotFinite
 from gradbox.protocol import BuiltinLoss, JobState, ProgressView, TensorRef, spec_digest
-from gradbox_worker.turns.inline import InlineWorker
 from tests import case_models
+from tests.inthread import InThreadWorker
 from tests.valkey import empty_backing
 from tests.worker.box import Box, dispatching, register_misbehaving, running, shards_of, traced
 
 
-def worker_of(box: Box, *, models_file: Path | None = None, name: str = "inline") -> InlineWorker:
-    return InlineWorker(
+def worker_of(
+    box: Box, *, models_file: Path | None = None, name: str = "inthread"
+) -> InThreadWorker:
+    return InThreadWorker(
         models_file or box.models_file,
         records=box.backing.records,
         turns=box.backing.turns,
@@ -30,7 +32,7 @@ def worker_of(box: Box, *, models_file: Path | None = None, name: str = "inline"
 
 @pytest.fixture(scope="module")
 def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
-    folder = tmp_path_factory.mktemp("inline")
+    folder = tmp_path_factory.mktemp("inthread")
     box = Box(folder, empty_backing(folder))
     register_misbehaving(box)
     with dispatching(box.backing), worker_of(box):
