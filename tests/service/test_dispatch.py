@@ -85,8 +85,9 @@ def test_shares_count_across_priorities() -> None:
 def test_the_list_is_as_long_as_there_are_idle_workers(backing: Backing) -> None:
     announce(backing, name="idle-1")
     announce(backing, name="idle-2")
-    announce(backing, name="busy", state="busy")
-    queue(backing.records, "a", "b", "c")
+    announce(backing, name="worker-1")
+    queue(backing.records, "runs", "a", "b", "c")
+    begin(backing.records, "runs")
     dispatcher = dispatcher_of(backing)
     dispatcher.tick()
     assert waiting(backing) == ["a", "b"]

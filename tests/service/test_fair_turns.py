@@ -96,7 +96,9 @@ def test_who_comes_while_a_turn_waits_for_a_busy_worker_goes_before_it(backing: 
 
     post("ann-1", "ann")
     run_next(backing, dispatcher, clock, 100.0)
-    announce(backing, state="busy")
+    post("eve-1", "eve")
+    take_turns(backing)
+    begin(backing.records, "eve-1")
     post("ann-2", "ann")
     assert waiting(backing) == ["ann-2"]
     post("bob-1", "bob")

@@ -230,7 +230,8 @@ class Dispatcher(RepeatingThread):
         self.following.read(self._list.look())  # the turn may be taken, and the change lost
         if self._hold is not None:
             return
-        idle = [worker for worker in self._workers if worker.state == "idle"]
+        busy = {record.worker for record in self.jobs.running}
+        idle = [w for w in self._workers if w.state != "starting" and w.name not in busy]
         if not idle:
             self._list.withdraw_outranked()
         loaded = _on_devices(idle or self._workers)

@@ -1,6 +1,6 @@
 """One job, from its spec to its result file: reads the inputs, calls the engine, writes the answer.
 
-Used by the device process and by its in-process twin. Knows torch and files; no queue, no Redis.
+Knows torch and files; no queue, no Redis.
 """
 
 from __future__ import annotations

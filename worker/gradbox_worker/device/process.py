@@ -240,8 +240,10 @@ class DeviceChild:
         told = memory_file()
         os.write(told, START.dump_json(start))
         os.lseek(told, 0, os.SEEK_SET)
+        # All that it is to do comes by its standard input; its arguments are for who reads `ps`.
+        who = ["--name", start.turns.worker, "--data", str(start.settings.data)]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", start.settings.module],
+            [sys.executable, "-m", start.settings.module, *who],
             stdin=told,
             stdout=printed,
             stderr=printed,
