@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,22 +132,6 @@ def test_a_written_buffer_is_not_read_into_another_dtype() -> None:
 
     with pytest.raises(UntraceableLoss, match="was written to"):
         trace(loss, positional=1)
-
-
-def test_a_module_imported_meanwhile_may_draw_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "drawing_when_imported.py").write_text("import random\nSALT = random.random()\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-
-    def loss(z: Tensor) -> Tensor:
-        import drawing_when_imported  # type: ignore[import-not-found]
-
-        assert drawing_when_imported.SALT < 1
-        return z.sum()
-
-    trace(loss, positional=1)
-    del sys.modules["drawing_when_imported"]
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@
 operands exchanged; dropout that drops nothing is its argument; a dtype may be given as a type of
 Python's or an old tensor type.
 
-An operation may have torch's default dtype, which the author may have changed; the box has float32.
-Not seen, because a symbol has no dtype: integers that an operation turns into floats (`n / 2` of an
-integer tensor, its `sqrt()`).
+An operation may have torch's default dtype, which the author may have changed; the box has float32,
+and is told. Not seen, because a symbol has no dtype: what an operation turns into floats by itself
+(`n / 2` of an integer tensor, its `sqrt()`, `torch.where` of two numbers).
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
-
-from gradbox.tracing.source_location import untraceable
 
 _OLD_DIVISIONS: Final = frozenset({"__div__", "__rdiv__", "__idiv__"})
 
@@ -81,11 +79,11 @@ _TYPES_OF_PYTHON: Final[dict[type, torch.dtype]] = {
 }
 _ALWAYS: Final = frozenset(
     """
-    bartlett_window blackman_window eye fft_fftfreq fft_rfftfreq full hamming_window hann_window
+    bartlett_window blackman_window eye fft_fftfreq fft_rfftfreq hamming_window hann_window
     kaiser_window linspace logspace ones scalar_tensor zeros
     """.split()
 )
-_OF_FLOATS: Final = frozenset({"arange"})
+_OF_FLOATS: Final = frozenset({"arange", "full"})
 
 
 def dtype_meant(value: Any) -> Any:
@@ -95,30 +93,15 @@ def dtype_meant(value: Any) -> Any:
     return _TYPES_OF_PYTHON.get(value, value) if isinstance(value, type) else value
 
 
-def check_default_dtype(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse a call of torch whose result would have another dtype on the box.
-
-    Raises:
-        UntraceableLoss: the default dtype is not float32, and the call says no dtype.
-    """
-    if torch.get_default_dtype() == torch.float32 or kwargs.get("dtype") is not None:
-        return
-    if name in _ALWAYS or (name in _OF_FLOATS and _floats([*args, *kwargs.values()])):
-        instead = "give it a dtype, such as dtype=z.dtype"
-    elif name == "where" and len(args) == 3 and _floats(args[1:]) and _numbers(args[1:]):
-        instead = "make one of the two values a tensor with a dtype"
-    else:
-        return
-    raise untraceable(
-        f"torch.{name.replace('fft_', 'fft.')} takes torch's default dtype, "
-        f"{torch.get_default_dtype()} here and torch.float32 on the box",
-        instead,
-    )
+def with_default_dtype(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Say the dtype in a call of torch whose result has torch's default dtype, as it is here."""
+    takes_it = name in _ALWAYS or (name in _OF_FLOATS and _floats([*args, *kwargs.values()]))
+    if torch.get_default_dtype() == torch.float32 or not takes_it or "dtype" in kwargs:
+        return kwargs
+    return {**kwargs, "dtype": torch.get_default_dtype()}
 
 
 def _floats(values: Sequence[Any]) -> bool:
     return any(isinstance(value, float) for value in values)
-
-
-def _numbers(values: Sequence[Any]) -> bool:
-    return all(isinstance(value, int | float) for value in values)

@@ -18,7 +18,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any, Final, get_args
 
 import torch
@@ -223,7 +222,7 @@ def _refuse_drawing(draw: Callable[..., Any]) -> Callable[..., Any]:
     """Refuse a random number to a thread that traces, which would freeze it into the graph."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if TRACED.recording and not _importing(sys._getframe(1)):
+        if TRACED.recording:
             # The first thing that a compiled function does is to save Python's random state.
             if sys._getframe(1).f_globals.get("__name__", "").startswith("torch._dynamo"):
                 raise untraceable(*COMPILED)
@@ -234,15 +233,6 @@ def _refuse_drawing(draw: Callable[..., Any]) -> Callable[..., Any]:
         return draw(*args, **kwargs)
 
     return call
-
-
-def _importing(frame: FrameType | None) -> bool:
-    """Tell whether a module is being imported, whose numbers are not the function's."""
-    while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _refuse_custom(apply: Any) -> Callable[..., Any]:

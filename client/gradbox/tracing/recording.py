@@ -18,11 +18,11 @@ from gradbox.graphs.argument_rules import argument
 from gradbox.graphs.check import is_zero
 from gradbox.graphs.schema import MAX_NODES
 from gradbox.tracing.calls import (
-    check_default_dtype,
     drops_nothing,
     dtype_meant,
     is_method,
     plain_method,
+    with_default_dtype,
 )
 from gradbox.tracing.refusals import HOOKED, KEPT, ON_YOUR_SIDE, foreign, instead_of
 from gradbox.tracing.source_location import untraceable
@@ -232,7 +232,7 @@ class Recorder(TorchFunctionMode):
                 return self._read(func, name, args, kwargs)
         if name in _MAKES and not _has_symbol(args):
             return self._constant(func, args, kwargs)
-        check_default_dtype(name, args, kwargs)
+        kwargs = with_default_dtype(name, args, kwargs)
         if is_method(func):
             return self._recording.create_proxy("call_method", name, args, kwargs)
         return self._recording.create_proxy("call_function", func, args, kwargs)

@@ -40,7 +40,7 @@ def check_shared_memory(graph: FxGraph, tensors: Mapping[str, torch.Tensor]) -> 
     """
     changed = {_base(value) for node in graph.nodes for value in _written(node)}
     for one, other in combinations(tensors, 2):
-        if changed & {one, other} and _overlap(tensors[one], tensors[other]):
+        if changed & {one, other} and _share_storage(tensors[one], tensors[other]):
             shapes = " and ".join(str(tuple(tensors[name].shape)) for name in (one, other))
             raise UntraceableLoss(
                 f"the function writes to one of two tensors, of shapes {shapes}, that share "
@@ -67,15 +67,6 @@ def _base(node: Node) -> Any:
     return node.target
 
 
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    (start, end), (first, last) = _extent(one), _extent(other)
-    return one.device == other.device and max(start, first) < min(end, last)
-
-
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses at which a tensor's entries begin and end."""
-    if not tensor.numel():
-        return 0, 0
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    num = 1 + sum((size - 1) * stride for size, stride in steps)
-    return tensor.data_ptr(), tensor.data_ptr() + num * tensor.element_size()
+def _share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+    pointers = {tensor.untyped_storage().data_ptr() for tensor in (one, other)}
+    return one.device == other.device and len(pointers) == 1 and 0 not in pointers
