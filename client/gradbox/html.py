@@ -6,17 +6,21 @@ Text in them may come from the other side of the wire, so all of it is escaped.
 from __future__ import annotations
 
 import html
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
+
+from pydantic import BaseModel
 
 from gradbox.printable import printable
 
 Item = TypeVar("Item")
 
-# The entries of a long list that are shown, beside others or alone; a line says how many more
-# there are.
+# The entries of a long list that are shown; a line says how many more there are.
 SHOWN_ROWS: Final = 12
-SHOWN_ALONE: Final = 30
+MOST_COLUMNS: Final = 8
+# In seconds since 1970; a smaller number of seconds is a duration.
+A_TIME_S: Final = 1e9
 _LONGEST_TEXT: Final = 500
 
 _CELL: Final = "text-align:left;padding:1px 12px 1px 0;vertical-align:top"
@@ -52,13 +56,11 @@ def listing(
     rows: Sequence[Sequence[object]],
     *,
     what: str,
-    most: int = SHOWN_ROWS,
 ) -> str:
     """Return a table of the first rows, and how many more there are.
 
     Args:
         what: what a row is, in the plural.
-        most: so many rows at most.
     """
     if not rows:
         return ""
@@ -68,11 +70,65 @@ def listing(
     )
     body = "".join(
         "<tr>" + "".join(f'<td style="{_CELL}">{escaped(cell)}</td>' for cell in row) + "</tr>"
-        for row in rows[:most]
+        for row in rows[:SHOWN_ROWS]
     )
-    left = len(rows) - most
+    left = len(rows) - SHOWN_ROWS
     more = f'<div style="opacity:0.75">and {left:,} more {escaped(what)}</div>' if left > 0 else ""
     return f'<table style="border:none;background:none"><tr>{head}</tr>{body}</table>{more}'
+
+
+def described(view: BaseModel, *, title: str) -> str:
+    """Return a block of what a view says, field by field; what is as by default is left out."""
+    facts, blocks = [], []
+    for name in type(view).model_fields:
+        value = getattr(view, name)
+        if value == type(view).model_fields[name].default:
+            continue
+        if isinstance(value, list) and value and isinstance(value[0], BaseModel):
+            columns = _columns(value)
+            rows = [[_written(column, getattr(row, column)) for column in columns] for row in value]
+            blocks.append(listing([*map(_words, columns)], rows, what=_words(name)))
+        else:
+            facts.append((_words(name), _written(name, value)))
+    return card(title, facts, *blocks)
+
+
+def _columns(rows: Sequence[BaseModel]) -> list[str]:
+    """Return the fields in which one of the rows says something."""
+    fields = type(rows[0]).model_fields
+    said = (n for n in fields if any(getattr(row, n) != fields[n].default for row in rows))
+    return list(said)[:MOST_COLUMNS]
+
+
+def _words(name: str) -> str:
+    return name.removesuffix("_s").removesuffix("_bytes").replace("_", " ")
+
+
+def _written(name: str, value: Any) -> str:
+    """Write a field's value down: times and sizes for people, what is long by its length."""
+    match value:
+        case None:
+            return ""
+        case int() if name.endswith("_bytes"):
+            return size(value)
+        case float() if name.endswith("_s") and value > A_TIME_S:
+            return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value))
+        case bool() | str():
+            return str(value)
+        case int():
+            return f"{value:,}"
+        case float():
+            return f"{value:.6g}"
+        case BaseModel():
+            said = ((n, v) for n, v in value if v != type(value).model_fields[n].default)
+            return ", ".join(f"{_words(n)} {_written(n, v)}" for n, v in said)
+        case dict() if len(value) <= SHOWN_ROWS:
+            return ", ".join(f"{key} {_written(str(key), entry)}" for key, entry in value.items())
+        case list() | tuple() if name == "shape":
+            return shape(value)
+        case list() | tuple() if len(value) <= MOST_COLUMNS:
+            return ", ".join(_written("", entry) for entry in value)
+    return f"{len(value):,}"
 
 
 def meter(done: int, total: int, *, label: str) -> str:

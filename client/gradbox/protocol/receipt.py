@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from gradbox import html
 from gradbox.protocol.views import View
 
 
@@ -110,48 +109,3 @@ class Receipt(View):
     memory_before_bytes: int
     attempts: int = 1
     resumed: int = 0
-
-    def _repr_html_(self) -> str:
-        return html.card(f"Receipt of job {self.job}", self.facts())
-
-    def facts(self) -> list[tuple[str, object]]:
-        """Return what a person wants to know of it, as names and values."""
-        seconds = self.seconds.model_dump()
-        return [
-            ("computation", self.computation),
-            ("model", f"{self.model}@{self.model_version[:12]}"),
-            ("loss", None if self.loss is None else f"{self.loss:.6g}"),
-            ("shards", ", ".join(f"{num} {group}" for group, num in self.shards.items())),
-            ("graphs kept", self.shards_retained),
-            ("replayed", self.shards_replayed),
-            ("replay difference", _rounded(self.replay_difference)),
-            ("samples", self.samples),
-            ("outputs", self.outputs),
-            ("reduce", self.reduce),
-            ("form", self.form),
-            ("against the rows of", self.against or self.against_group),
-            ("projection", self.projection_kind),
-            ("error of its inner products", _rounded(self.projection_error)),
-            ("gradients came in", self.transfer),
-            ("rounding error at most", _rounded(self.transfer_error)),
-            ("gradients not rounded", len(self.transfer_kept) or None),
-            ("weights sent in it", self.weights_widened),
-            ("unreached parameters", len(self.unreached)),
-            ("mode, seed", f"{self.mode}, {self.seed}"),
-            ("precision", self.precision),
-            ("device", self.device),
-            (
-                "ranges",
-                ", ".join(f"{r.start}–{r.stop - 1} on {r.device}" for r in self.ranges or ()),
-            ),
-            ("devices lost", sum(r.devices_lost for r in self.ranges or ()) or None),
-            ("not split", self.not_split),
-            ("seconds", ", ".join(f"{name} {s:.3g}" for name, s in seconds.items() if s)),
-            ("peak memory", html.size(self.peak_memory_bytes)),
-            ("attempts", f"{self.attempts}, {self.resumed} resumed" if self.attempts > 1 else None),
-            ("versions", f"gradbox {self.gradbox}, torch {self.torch}"),
-        ]
-
-
-def _rounded(number: float | None) -> str | None:
-    return None if number is None else f"{number:.2g}"

@@ -9,7 +9,6 @@ A job and its small result may come as one body, `JOB_AND_RESULT`:
 
 from __future__ import annotations
 
-from datetime import datetime
 from enum import StrEnum
 from typing import Final
 
@@ -42,9 +41,16 @@ class JobState(StrEnum):
 
 
 class View(BaseModel):
-    """Frozen; unknown fields are kept out of the way, so that a newer service can add some."""
+    """Frozen; unknown fields are kept out of the way, so that a newer service can add some.
+
+    A notebook shows what it says, field by field.
+    """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
+
+    def _repr_html_(self) -> str:
+        kind = type(self).__name__.removesuffix("View")
+        return html.described(self, title=f"{kind} {getattr(self, 'name', '')}".rstrip())
 
 
 class ProgressView(View):
@@ -100,29 +106,11 @@ class JobView(View):
         return ", ".join(f"{n} of {owner}" for owner, n in (self.waiting_for or {}).items())
 
     def _repr_html_(self) -> str:
-        left = self.progress.seconds_left if self.progress else None
-        facts = [
-            ("name", self.name),
-            ("computation", self.computation),
-            ("model", self.model),
-            ("owner", self.owner),
-            ("position", self.queue_position),
-            ("waits for", self.waits_for() or None),
-            ("held", self.hold and f"the box is {self.hold}"),
-            ("begins in", None if self.seconds_left is None else f"{self.seconds_left:.0f} s"),
-            ("submitted", _local_time(self.created_s)),
-            ("waited", _seconds(self.created_s, self.started_s)),
-            ("ran", _seconds(self.started_s, self.finished_s)),
-            ("time left", None if left is None or self.state.final else f"{left:.0f} s"),
-            ("attempts", self.attempts if self.attempts > 1 else None),
-            ("result", html.size(self.result.size_bytes) if self.result else None),
-            ("error", f"{self.error.code}: {self.error.detail}" if self.error else None),
-        ]
         bar = ""
         if self.progress is not None:
             done, total = self.progress.done, self.progress.total
             bar = html.meter(done, total, label=f"{self.progress.phase} {done} of {total}")
-        return html.card(f"Job {self.id}: {self.state.value}", facts, bar)
+        return html.described(self, title=f"Job {self.id}: {self.state.value}") + bar
 
 
 class JobList(View):
@@ -130,25 +118,6 @@ class JobList(View):
 
     jobs: list[JobView]
     next: str | None = None
-
-    def _repr_html_(self) -> str:
-        titles = ("job", "state", "name", "computation", "model", "owner", "submitted", "ran")
-        rows = [
-            (
-                job.id,
-                job.state.value,
-                job.name,
-                job.computation,
-                job.model,
-                job.owner,
-                _local_time(job.created_s),
-                _seconds(job.started_s, job.finished_s) or "",
-            )
-            for job in self.jobs
-        ]
-        what = "jobs, and older ones" if self.next else "jobs"
-        table = html.listing(titles, rows, what=what, most=html.SHOWN_ALONE)
-        return html.card("Jobs, newest first", [], table or "none")
 
 
 class BlobView(View):
@@ -215,24 +184,6 @@ class ModelView(View):
         needed = [] if first is None else first.required or first.arguments[:1]
         return example_code(self.name, self.example, needed=needed)
 
-    def _repr_html_(self) -> str:
-        methods = [
-            (name, ", ".join(a if a in m.required else f"[{a}]" for a in m.arguments[:8]))
-            for name, m in self.methods.items()
-        ]
-        parameters = [(p.name, html.shape(p.shape), p.dtype) for p in self.parameters]
-        return html.card(
-            f"Model {self.name}",
-            [
-                ("version", self.version[:12]),
-                ("cannot be used", self.reason),
-                ("parameters", f"{self.num_parameters:,} in {len(self.parameters):,} tensors"),
-                ("buffers", len(self.buffers) or None),
-            ],
-            html.listing(("entry point", "arguments"), methods, what="entry points"),
-            html.listing(("parameter", "shape", "dtype"), parameters, what="parameters"),
-        )
-
 
 class ModelList(View):
     """All models of a box.
@@ -244,29 +195,6 @@ class ModelList(View):
     models: list[ModelView]
     reloading: list[str] = []
     errors: dict[str, str] = {}
-
-    def _repr_html_(self) -> str:
-        titles = ("model", "parameters", "entry points", "version", "cannot be used")
-        rows = [
-            (
-                m.name,
-                f"{m.num_parameters:,}" if m.usable else "",
-                ", ".join(m.methods),
-                m.version[:12],
-                m.reason,
-            )
-            for m in self.models
-        ]
-        table = html.listing(titles, rows, what="models", most=html.SHOWN_ALONE)
-        return html.card("Models", [], table or "none")
-
-
-def _local_time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
-
-
-def _seconds(begun_s: float | None, ended_s: float | None) -> str | None:
-    return None if begun_s is None or ended_s is None else f"{ended_s - begun_s:.3g} s"
 
 
 JOB_AND_RESULT: Final = "application/vnd.gradbox.job-and-result"

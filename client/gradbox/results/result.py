@@ -140,11 +140,8 @@ class GradResult(RowReductions):
             self._file.stored.items(), key=lambda item: (order.get(item[0], len(order)), item[0])
         )
         tensors = [(name, html.shape(tensor.shape), tensor.dtype) for name, tensor in stored]
-        return html.card(
-            f"GradResult of job {self.manifest.job}",
-            self.manifest.facts(),
-            html.listing(("tensor", "shape", "dtype"), tensors, what="tensors"),
-        )
+        table = html.listing(("tensor", "shape", "dtype"), tensors, what="tensors")
+        return html.described(self.manifest, title=f"GradResult of job {self.manifest.job}") + table
 
     @property
     def loss(self) -> float:
