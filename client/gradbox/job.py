@@ -30,8 +30,10 @@ from gradbox.tensors.checksums import is_whole
 from gradbox.waits import JobWaits, in_thread
 from gradbox.written_files import beside
 
-# For how long one answer waits for the end of a job; after it the events are followed.
+# For how long one answer waits for the end of a job, and so how often a bar shows how far it is.
 QUICK_S: Final = 1
+# Between two answers of a box that waits for nothing.
+PAUSE_S: Final = 0.1
 
 
 class Job:
@@ -93,7 +95,11 @@ class Job:
         Args:
             after: the id of an event; only those that follow it, none where it is the final one.
         """
-        return self._follow(after=after)
+        for event in follow(self._connection, self.id, after=after):
+            if event.job is not None:
+                self._note(event.job)
+            yield event
+        self.refresh()
 
     def wait(self, timeout: float | None = None, *, progress: bool | None = None) -> JobView:
         """Wait until the job is over, however it ends, and return what the box says of it.
@@ -108,18 +114,22 @@ class Job:
         return self._wait(timeout, progress=progress, accept="application/json")
 
     def _wait(self, timeout: float | None, *, progress: bool | None, accept: str) -> JobView:
-        """Wait a moment for one answer, and then for the events."""
+        """Ask how the job is, which the box answers at the job's end or a moment later."""
         if self._view.state.final:
             return self._view
-        deadline_s = None if timeout is None else time.monotonic() + timeout
+        deadline_s = float("inf") if timeout is None else time.monotonic() + timeout
         try:
             with ProgressBar(self._title, shown=progress) as bar:
-                if timeout is None or timeout > QUICK_S:
-                    self._ask(accept)
+                while not self._view.state.final:
+                    left_s = deadline_s - time.monotonic()
+                    waited = self._ask(accept, wait_s=QUICK_S if left_s > QUICK_S else 0)
                     bar.show_view(self._view)
-                if not self._view.state.final:
-                    for event in self._follow(deadline_s=deadline_s):
-                        bar.show(event)
+                    if self._view.state.final:
+                        break
+                    if left_s <= 0:
+                        raise TimeoutError
+                    if not waited:
+                        time.sleep(min(PAUSE_S, left_s))
         except TimeoutError:
             soon = begins_in(self._view)
             raise TimeoutError(
@@ -189,14 +199,14 @@ class Job:
         await self.wait_async(progress=progress)
         return await in_thread(lambda stop: self._fetched(progress=progress, stop=stop))
 
-    def _ask(self, accept: str) -> None:
-        """Ask how the job is; the box answers at the job's end, if that is within a moment."""
-        answer = self._connection.request(
-            "GET", f"/v1/jobs/{self.id}", headers={"Accept": accept}, wait_s=QUICK_S
-        )
+    def _ask(self, accept: str, *, wait_s: int) -> bool:
+        """Ask how the job is, and tell whether the box waited for the job's end."""
+        path = f"/v1/jobs/{self.id}"
+        answer = self._connection.request("GET", path, headers={"Accept": accept}, wait_s=wait_s)
         answered = read_answer(answer)
         self._small_result = answered.result
         self._note(answered.view)
+        return "preference-applied" in answer.headers
 
     def _fetched(self, *, progress: bool | None, stop: threading.Event | None = None) -> GradResult:
         """Open what came already, or fetch it into a folder that is removed with the result."""
@@ -319,13 +329,3 @@ class Job:
     @property
     def _title(self) -> str:
         return self._view.name or self.id[:12]
-
-    def _follow(
-        self, *, after: str | None = None, deadline_s: float | None = None
-    ) -> Iterator[JobEvent]:
-        for event in follow(self._connection, self.id, after=after, deadline_s=deadline_s):
-            if event.job is not None:
-                self._note(event.job)
-            yield event
-        if not self._view.state.final:
-            self.refresh()

@@ -32,7 +32,7 @@ from gradbox import (
 )
 from gradbox.http.download import HashedFile, part_of
 from gradbox.progress import ProgressBar
-from gradbox.protocol import ResultView
+from gradbox.protocol import ProgressView, ResultView
 from tests.client.wires import QUICK, Broken, answer, client_of, job_view, problem
 
 GRADIENT = Gradient(model="m", inputs=[torch.ones(2)], loss=lambda z: z.sum())
@@ -310,7 +310,7 @@ def test_an_event_of_another_form_is_a_protocol_error() -> None:
         return httpx.Response(200, content=b'event: state\ndata: {"state": 3}\n\n')
 
     with pytest.raises(ProtocolError, match="older or newer"):
-        client_of(handler).job("j1").wait()
+        list(client_of(handler).job("j1").events())
 
 
 def test_the_reason_of_a_failure_is_raised_as_its_class() -> None:
@@ -409,7 +409,7 @@ def test_ctrl_c_leaves_the_job_running_and_says_how_to_get_back(
 
     def handler(request: httpx.Request) -> httpx.Response:
         methods.append(request.method)
-        if request.url.path.endswith("/events"):
+        if "prefer" in request.headers:
             raise KeyboardInterrupt
         return answer(job_view())
 
@@ -432,15 +432,17 @@ def test_ctrl_c_while_a_job_is_posted_says_where_to_look(
 
 
 def test_a_progress_bar_is_shown_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    stream = progress_event(1, 4) + state_event(2, JobState.DONE)
+    progress = ProgressView(phase="forward", done=1, total=4)
+    runs = job_view(JobState.RUNNING).model_copy(update={"progress": progress, "attempts": 1})
+    done = job_view(JobState.DONE).model_copy(update={"attempts": 1})
 
-    def handler(request: httpx.Request) -> httpx.Response:
-        events = request.url.path.endswith("/events")
-        return httpx.Response(200, content=stream) if events else answer(job_view())
+    def waited_for(progress: bool | None) -> None:
+        views = [job_view(), runs, done]
+        client_of(lambda request: answer(views.pop(0))).job("j1").wait(progress=progress)
 
-    client_of(handler).job("j1").wait()
+    waited_for(None)
     assert capsys.readouterr().err == ""
-    client_of(handler).job("j1").wait(progress=True)
+    waited_for(True)
     assert "forward" in capsys.readouterr().err
 
 

@@ -7,8 +7,7 @@ continues behind it.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -22,8 +21,6 @@ from gradbox.protocol import JobView, ProgressView
 
 # The box sends at least a comment every 15 seconds: silence beyond this is a dead connection.
 SILENCE_S: Final = 45.0
-# How much later than asked a deadline may be noticed.
-LATENESS_S: Final = 0.5
 
 
 @dataclass(frozen=True)
@@ -57,16 +54,13 @@ def follow(
     job_id: str,
     *,
     after: str | None = None,
-    deadline_s: float | None = None,
 ) -> Iterator[JobEvent]:
     """Give a job's events up to the one of its final state; none if `after` is that one.
 
     Args:
         after: the id of the last event that was seen; from the first one if None.
-        deadline_s: by `time.monotonic`.
 
     Raises:
-        TimeoutError: the deadline came first.
         JobNotFound, Unauthorized: no such job for this token.
         ServiceUnavailable: the box stayed out of reach for longer than the connection's patience.
     """
@@ -75,7 +69,7 @@ def follow(
     while True:
         silent = True
         try:
-            for event in _one_connection(connection, job_id, after, deadline_s):
+            for event in _one_connection(connection, job_id, after):
                 backoff.reset()
                 silent = False
                 after = event.id or after
@@ -90,20 +84,15 @@ def follow(
                 over = _is_over(connection, job_id)
                 if over:
                     continue
-            if deadline_s is None or time.monotonic() < deadline_s:
-                backoff.pause(fault)
-        if deadline_s is not None and time.monotonic() >= deadline_s:
-            raise TimeoutError(f"job {job_id} was not over in time; it continues on the box")
+            backoff.pause(fault)
 
 
 def _is_over(connection: Connection, job_id: str) -> bool:
     return parsed(JobView, connection.request("GET", f"/v1/jobs/{job_id}")).state.final
 
 
-def _one_connection(
-    connection: Connection, job_id: str, after: str | None, deadline_s: float | None
-) -> Iterator[JobEvent]:
-    """Give the events of one connection, up to the box's last or to the deadline's last read.
+def _one_connection(connection: Connection, job_id: str, after: str | None) -> Iterator[JobEvent]:
+    """Give the events of one connection, up to the box's last.
 
     Raises:
         StreamEnded: the box ended the stream.
@@ -116,21 +105,10 @@ def _one_connection(
     }
     if after is not None:
         headers["Last-Event-ID"] = after
-    wait_s = SILENCE_S
-    if deadline_s is not None:
-        wait_s = max(min(wait_s, deadline_s - time.monotonic()), 0.01)
-
-    def near_deadline() -> bool:
-        # A read waits `wait_s` for bytes, and a comment every few seconds ends none of its waits.
-        return deadline_s is not None and time.monotonic() + wait_s > deadline_s + LATENESS_S
-
     path = f"/v1/jobs/{job_id}/events"
-    with connection.stream("GET", path, headers=headers, timeout_s=wait_s) as answer:
-        yield from read_events(until(near_deadline, answer.iter_bytes()))
-    if not near_deadline():
-        raise StreamEnded(
-            f"the events of job {job_id} at {connection.url} ended before the job did"
-        )
+    with connection.stream("GET", path, headers=headers, timeout_s=SILENCE_S) as answer:
+        yield from read_events(answer.iter_bytes())
+    raise StreamEnded(f"the events of job {job_id} at {connection.url} ended before the job did")
 
 
 def read_events(chunks: Iterable[bytes]) -> Iterator[JobEvent]:
@@ -145,14 +123,6 @@ def read_events(chunks: Iterable[bytes]) -> Iterator[JobEvent]:
         event = _read(sent)
         if event is not None:
             yield event
-
-
-def until(over: Callable[[], bool], chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Give chunks up to the first one after which `over()` is true."""
-    for chunk in chunks:
-        yield chunk
-        if over():
-            return
 
 
 def _read(sent: ServerSentEvent) -> JobEvent | None:
