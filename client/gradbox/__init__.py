@@ -7,8 +7,8 @@
 
 Importing this package loads neither torch nor anything that reads a network or a file.
 
-Of its modules read `client` first, then `submitting` and `job`; `async_client`, `waits` and `batch`
-are for many at a time, `errors` for whatever goes wrong, `losses` names the built-in ones.
+Of its modules read `client` first, then `submitting` and `job`; `async_client` and `batch` are for
+many at a time, `errors` for whatever goes wrong, `losses` names the built-in ones.
 `settings` finds the box, `written_files` reads what a person wrote; `progress`, `html` and
 `printable` are what is shown, `spans` what is traced.
 """
@@ -38,41 +38,39 @@ if TYPE_CHECKING:
     from gradbox.protocol import JobState as JobState
     from gradbox.results.result import GradResult as GradResult
 
-from gradbox.errors import (
-    BlobInUse,
-    BlobRejected,
-    BlobTooLarge,
-    BoxDraining,
-    GradboxError,
-    GraphRefused,
-    IdempotencyConflict,
-    InvalidInputs,
-    InvalidJob,
-    InvalidRequest,
-    JobCancelled,
-    JobFailed,
-    JobNotFound,
-    JobTimedOut,
-    LossNotFinite,
-    LossNotScalar,
-    MissingBlobs,
-    ModelCallFailed,
-    OutOfMemory,
-    OwnerOnly,
-    ProtocolError,
-    QueueFull,
-    ReplayMismatch,
-    ResultGone,
-    ResultNotReady,
-    ServiceUnavailable,
-    StorageFull,
-    TooManyRequests,
-    Unauthorized,
-    UnknownModel,
-    UntraceableLoss,
-    UnusableModel,
-    WorkerLost,
-)
+from gradbox.errors import BlobInUse as BlobInUse
+from gradbox.errors import BlobRejected as BlobRejected
+from gradbox.errors import BlobTooLarge as BlobTooLarge
+from gradbox.errors import BoxDraining as BoxDraining
+from gradbox.errors import GradboxError as GradboxError
+from gradbox.errors import GraphRefused as GraphRefused
+from gradbox.errors import IdempotencyConflict as IdempotencyConflict
+from gradbox.errors import InvalidInputs as InvalidInputs
+from gradbox.errors import InvalidJob as InvalidJob
+from gradbox.errors import InvalidRequest as InvalidRequest
+from gradbox.errors import JobCancelled as JobCancelled
+from gradbox.errors import JobFailed as JobFailed
+from gradbox.errors import JobNotFound as JobNotFound
+from gradbox.errors import JobTimedOut as JobTimedOut
+from gradbox.errors import LossNotFinite as LossNotFinite
+from gradbox.errors import LossNotScalar as LossNotScalar
+from gradbox.errors import MissingBlobs as MissingBlobs
+from gradbox.errors import ModelCallFailed as ModelCallFailed
+from gradbox.errors import OutOfMemory as OutOfMemory
+from gradbox.errors import OwnerOnly as OwnerOnly
+from gradbox.errors import ProtocolError as ProtocolError
+from gradbox.errors import QueueFull as QueueFull
+from gradbox.errors import ReplayMismatch as ReplayMismatch
+from gradbox.errors import ResultGone as ResultGone
+from gradbox.errors import ResultNotReady as ResultNotReady
+from gradbox.errors import ServiceUnavailable as ServiceUnavailable
+from gradbox.errors import StorageFull as StorageFull
+from gradbox.errors import TooManyRequests as TooManyRequests
+from gradbox.errors import Unauthorized as Unauthorized
+from gradbox.errors import UnknownModel as UnknownModel
+from gradbox.errors import UntraceableLoss as UntraceableLoss
+from gradbox.errors import UnusableModel as UnusableModel
+from gradbox.errors import WorkerLost as WorkerLost
 
 # Loaded when they are first used: name → module.
 _LAZY = {
@@ -97,60 +95,10 @@ _LAZY = {
     "pack": "gradbox.inputs.packing",
 }
 
-__all__ = [
-    "AsyncGradClient",
-    "AsyncJob",
-    "Batch",
-    "BlobInUse",
-    "BlobRejected",
-    "BlobTooLarge",
-    "BoxDraining",
-    "Builtin",
-    "Cotangents",
-    "Forward",
-    "GradClient",
-    "GradResult",
-    "GradboxError",
-    "Gradient",
-    "GraphRefused",
-    "IdempotencyConflict",
-    "InvalidInputs",
-    "InvalidJob",
-    "InvalidRequest",
-    "Jacobian",
-    "Job",
-    "JobCancelled",
-    "JobEvent",
-    "JobFailed",
-    "JobNotFound",
-    "JobState",
-    "JobTimedOut",
-    "LossNotFinite",
-    "LossNotScalar",
-    "MissingBlobs",
-    "MixedGradient",
-    "ModelCallFailed",
-    "OutOfMemory",
-    "OwnerOnly",
-    "Packed",
-    "Penalty",
-    "PerSampleGradient",
-    "ProtocolError",
-    "QueueFull",
-    "ReplayMismatch",
-    "ResultGone",
-    "ResultNotReady",
-    "Retry",
-    "ServiceUnavailable",
-    "StorageFull",
-    "TooManyRequests",
-    "Unauthorized",
-    "UnknownModel",
-    "UntraceableLoss",
-    "UnusableModel",
-    "WorkerLost",
+__all__ = [  # those that are imported above, and those that are loaded later
     "losses",
-    "pack",
+    *_LAZY,
+    *(name for name, value in globals().items() if isinstance(value, type)),
 ]
 
 

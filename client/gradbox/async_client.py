@@ -1,7 +1,7 @@
 """The way to a box for code that runs in an asyncio event loop.
 
 There is one client, `GradClient`. `AsyncGradClient` runs its calls in the event loop's threads, and
-waits for jobs, which take long, by one request at a time for all of them (`gradbox.waits`): 200
+waits for jobs, which take long, by one request at a time for all of them (`gradbox.job`): 200
 tasks that await 200 jobs take no more threads than one. How many calls, uploads and downloads run
 at a time is the loop's to say: `loop.set_default_executor`.
 
@@ -29,10 +29,9 @@ from gradbox.errors import MissingBlobs
 from gradbox.html import Listed
 from gradbox.http.connection import Retry
 from gradbox.http.events import JobEvent
-from gradbox.job import QUICK_S, Job
+from gradbox.job import QUICK_S, Job, in_thread
 from gradbox.protocol import JobList, JobState, JobView, ModelView
 from gradbox.results.result import GradResult
-from gradbox.waits import in_thread
 
 
 class AsyncGradClient:

@@ -18,7 +18,7 @@ from gradbox.html import Iterated, Listed
 from gradbox.http.connection import Connection, Retry, parsed
 from gradbox.http.paths import blob_path, job_path, model_path
 from gradbox.http.posting import Answered
-from gradbox.job import QUICK_S, Job
+from gradbox.job import QUICK_S, Job, JobWaits
 from gradbox.protocol import (
     BlobList,
     BlobView,
@@ -33,7 +33,6 @@ from gradbox.results.result import GradResult
 from gradbox.settings import ClientSettings, find_settings
 from gradbox.submitting import Submitter
 from gradbox.tensors.tensor_bytes import Tensor
-from gradbox.waits import JobWaits
 
 if TYPE_CHECKING:
     from gradbox.remote.model import RemoteModel

@@ -10,7 +10,7 @@ from gradbox.computations.computation import Submission, prepared
 from gradbox.errors import BlobRejected, InvalidInputs, MissingBlobs
 from gradbox.http.connection import Connection
 from gradbox.http.posting import Answered, Poster
-from gradbox.inputs.known_tensors import KnownTensors
+from gradbox.inputs.uploads import KnownTensors
 from gradbox.progress import ProgressBar
 from gradbox.spans import CLIENT, trace_headers
 

@@ -15,8 +15,14 @@ from transformers import AutoModel
 
 from gradbox import AsyncGradClient, GradClient, Gradient, GradResult, InvalidInputs
 from gradbox.http.connection import Connection
-from gradbox.inputs.known_tensors import MOST_TENSORS, KnownTensors, SentTensor
-from gradbox.inputs.uploads import LONE_BYTES, PACK_BYTES, Uploads
+from gradbox.inputs.uploads import (
+    LONE_BYTES,
+    MOST_TENSORS,
+    PACK_BYTES,
+    KnownTensors,
+    SentTensor,
+    Uploads,
+)
 from gradbox.protocol import TensorRef
 from gradbox.settings import ClientSettings
 from gradbox.submitting import Submitter

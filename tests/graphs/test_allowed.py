@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from gradbox.graphs import allow_list, targets
-from gradbox.graphs.argument_rules import PLACES
+from gradbox.graphs.check import PLACES
 from gradbox.tracing.trace import trace
 
 NEVER = """

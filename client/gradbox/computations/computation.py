@@ -12,9 +12,8 @@ from pydantic import BaseModel, ValidationError
 
 from gradbox.computations.functions import traced
 from gradbox.errors import InvalidInputs, InvalidJob
-from gradbox.inputs.known_tensors import KnownTensors, SentTensor
 from gradbox.inputs.shards import ShardGroup, read_groups
-from gradbox.inputs.uploads import Uploads
+from gradbox.inputs.uploads import KnownTensors, SentTensor, Uploads
 from gradbox.protocol import (
     CotangentGradientSpec,
     GradientOptions,

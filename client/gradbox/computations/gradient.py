@@ -18,9 +18,8 @@ from gradbox.computations.functions import (
     uploaded,
 )
 from gradbox.errors import InvalidInputs, InvalidJob
-from gradbox.inputs.known_tensors import KnownTensors
 from gradbox.inputs.shards import UNNAMED
-from gradbox.inputs.uploads import Uploads
+from gradbox.inputs.uploads import KnownTensors, Uploads
 from gradbox.protocol import (
     BuiltinLoss,
     CotangentGradientSpec,

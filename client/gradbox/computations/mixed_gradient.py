@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from gradbox.computations.computation import Computation, Submission, checked, listed
 from gradbox.computations.functions import split_tensors_and_scalars, traced
 from gradbox.errors import InvalidInputs
-from gradbox.inputs.known_tensors import KnownTensors
-from gradbox.inputs.uploads import Uploads
+from gradbox.inputs.uploads import KnownTensors, Uploads
 from gradbox.protocol import MixedGradientSpec, TensorRef, TracedFunction
 from gradbox.protocol.spec import MixedReturned
 from gradbox.protocol.spec_fields import Scalar

@@ -14,8 +14,7 @@ from gradbox.computations.functions import (
 )
 from gradbox.computations.gradient import Builtin, job_id_of
 from gradbox.errors import InvalidInputs, InvalidJob
-from gradbox.inputs.known_tensors import KnownTensors
-from gradbox.inputs.uploads import Uploads
+from gradbox.inputs.uploads import KnownTensors, Uploads
 from gradbox.protocol import GraphLoss, JacobianSpec, PerSampleGradientSpec, TensorRef
 from gradbox.protocol.options import Transfer
 from gradbox.protocol.per_sample import (

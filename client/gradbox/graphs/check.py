@@ -9,14 +9,51 @@ operation takes) is bounded when the graph runs: `gradbox_worker.interpreting`.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from gradbox.errors import GraphRefused
 from gradbox.graphs import allow_list
-from gradbox.graphs.argument_rules import PLACES, argument
+from gradbox.graphs.allow_list import WRITING_FUNCTIONS
 from gradbox.graphs.schema import Graph, Node
+
+_FUNCTIONAL: Final = "torch.nn.functional."
+PLACES: Final[dict[str, dict[str, int]]] = {
+    "torch.norm": {"out": 4},
+    "torch.tensordot": {"out": 3},
+    _FUNCTIONAL + "embedding": {"max_norm": 3},
+    _FUNCTIONAL + "multi_head_attention_forward": {"dropout_p": 10},
+    _FUNCTIONAL + "normalize": {"out": 4},
+    _FUNCTIONAL + "scaled_dot_product_attention": {"dropout_p": 4},
+    **{
+        _FUNCTIONAL + name: {"inplace": place}
+        for place, names in (
+            (1, "hardsigmoid hardswish mish relu relu6 selu silu"),
+            (2, "celu elu leaky_relu"),
+            (3, "hardtanh threshold"),
+        )
+        for name in names.split()
+    },
+}
+
+
+def argument(name: str, target: str | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the argument of that name in a call of a function of the allow-list, or None."""
+    if name in kwargs:
+        return kwargs[name]
+    place = PLACES.get(target or "", {}).get(name, len(args))
+    return args[place] if place < len(args) else None
+
+
+def function_writes(target: str | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether a call of a function of the allow-list may write into one of its arguments.
+
+    An `inplace` that is known only when the graph runs may be true.
+    """
+    in_place = argument("inplace", target, args, kwargs) not in (None, False)
+    return in_place or target in WRITING_FUNCTIONS
+
 
 MAX_DEPTH: Final = 8  # of lists and tagged objects inside one argument
 MAX_LIST: Final = 1024  # entries of one list, tuple or keyword mapping

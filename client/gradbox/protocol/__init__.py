@@ -2,9 +2,9 @@
 
 Read `spec` first: a job as it is posted. `options` are those of all jobs, `spec_fields` what specs
 name tensors and functions by, `per_sample` the two specs that have a row for every sample, `views`
-what the service answers about jobs, models and losses, `box` about the whole box, `example` is a
-model's example job, `problem` how errors travel, `receipt` what a result file says of its own
-making. docs/wire.md states the same in prose.
+what the service answers about jobs, models and losses, `box` about the whole box, `problem` how
+errors travel, `receipt` what a result file says of its own making. docs/wire.md states the same in
+prose.
 """
 
 from gradbox.protocol.box import BoxJob as BoxJob
@@ -20,8 +20,6 @@ from gradbox.protocol.box import OperationView as OperationView
 from gradbox.protocol.box import OwnerUsage as OwnerUsage
 from gradbox.protocol.box import Period as Period
 from gradbox.protocol.box import UsageView as UsageView
-from gradbox.protocol.example import ExampleInput as ExampleInput
-from gradbox.protocol.example import ExampleView as ExampleView
 from gradbox.protocol.options import GradientOptions as GradientOptions
 from gradbox.protocol.options import JobOptions as JobOptions
 from gradbox.protocol.options import ModelKeywords as ModelKeywords
@@ -60,6 +58,8 @@ from gradbox.protocol.spec_fields import TracedFunction as TracedFunction
 from gradbox.protocol.views import JOB_AND_RESULT as JOB_AND_RESULT
 from gradbox.protocol.views import BlobList as BlobList
 from gradbox.protocol.views import BlobView as BlobView
+from gradbox.protocol.views import ExampleInput as ExampleInput
+from gradbox.protocol.views import ExampleView as ExampleView
 from gradbox.protocol.views import JobList as JobList
 from gradbox.protocol.views import JobState as JobState
 from gradbox.protocol.views import JobView as JobView

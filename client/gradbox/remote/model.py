@@ -18,8 +18,7 @@ from gradbox.remote.autograd import NotFetched
 from gradbox.remote.calls import read_call
 from gradbox.remote.forward_job import BARE, RemoteForward, RemoteOptions, RemoteOutput
 from gradbox.remote.state import RemoteBuffers, rounded_weights, same, snapshot, trainable_leaves
-from gradbox.results.grad_accumulation import add_gradients
-from gradbox.results.result import GradResult
+from gradbox.results.result import GradResult, add_gradients
 
 # The box takes no more groups in one job.
 MAX_CALLS: Final = 1000

@@ -14,8 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradbox.errors import UntraceableLoss
 from gradbox.graphs import allow_list, targets
-from gradbox.graphs.argument_rules import argument
-from gradbox.graphs.check import is_zero
+from gradbox.graphs.check import argument, is_zero
 from gradbox.graphs.schema import MAX_NODES
 from gradbox.tracing.calls import (
     drops_nothing,

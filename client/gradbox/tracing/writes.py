@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from gradbox.errors import UntraceableLoss
 from gradbox.graphs import allow_list, targets
-from gradbox.graphs.argument_rules import function_writes
+from gradbox.graphs.check import function_writes
 
 _NORMS: Final = (F.batch_norm, F.instance_norm)
 

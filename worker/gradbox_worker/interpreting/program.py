@@ -10,8 +10,7 @@ import torch
 
 from gradbox.errors import GraphRefused
 from gradbox.graphs import allow_list, targets
-from gradbox.graphs.argument_rules import function_writes
-from gradbox.graphs.check import arguments_of
+from gradbox.graphs.check import arguments_of, function_writes
 from gradbox.graphs.schema import Graph, Node
 from gradbox_engine.torch_private import switch_gradients
 from gradbox_worker.interpreting.bounded_arithmetic import with_bounds
