@@ -95,11 +95,12 @@ _LAZY = {
     "pack": "gradbox.inputs.packing",
 }
 
-__all__ = [  # those that are imported above, and those that are loaded later
-    "losses",
-    *_LAZY,
-    *(name for name, value in globals().items() if isinstance(value, type)),
+_ERRORS = [
+    name
+    for name, value in globals().items()
+    if isinstance(value, type) and issubclass(value, GradboxError)
 ]
+__all__ = sorted(["losses", *_ERRORS, *_LAZY])
 
 
 def __getattr__(name: str) -> Any:
