@@ -81,14 +81,14 @@ def settled(name: str, *, quarters: float, owner: str = "ann") -> Stored:
     return replace(stored(name, days=quarters * QUARTER, owner=owner), settled=True)
 
 
-def test_where_the_rest_is_not_enough_settled_files_of_whoever_takes_most_go() -> None:
+def test_where_the_rest_is_not_enough_settled_files_go_after_a_quarter_of_an_hour() -> None:
     files = [settled(f"ann{n}", quarters=n) for n in (0.5, 1.5, 2.5)]
     files += [settled("bob", quarters=3.5, owner="bob"), stored("idle", days=1, owner="bob")]
     files += [stored("unread", days=3.5 * QUARTER)]
     for bound_bytes, gone in (
         (50, ["idle"]),
-        (40, ["idle", "ann2.5"]),
-        (30, ["idle", "ann2.5", "ann1.5"]),
+        (40, ["idle", "bob"]),
+        (30, ["idle", "bob", "ann2.5"]),
         (0, ["idle", "bob", "ann2.5", "ann1.5"]),
     ):
         assert names(files, replace(ROOMY, total_bytes=bound_bytes)) == gone

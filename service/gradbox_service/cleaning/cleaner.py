@@ -29,7 +29,7 @@ from gradbox_service.cleaning.expiry import (
     expired,
 )
 from gradbox_service.cleaning.needed import Needed, Spent, named_in, spent
-from gradbox_service.cleaning.removed import RemovedByHand
+from gradbox_service.cleaning.removed import note_removed
 from gradbox_service.cleaning.under_way import UnderWay
 from gradbox_service.database.leadership import LEADER_TTL_S
 from gradbox_service.database.refusals import unless_refused
@@ -63,7 +63,7 @@ class Cleaner(RepeatingThread):
         self._records, self._owners = box.records, box.owners
         self._blobs, self._results = box.blobs, box.results
         self._needed = Needed(box.records)
-        self._removed = RemovedByHand(box)
+        self._unexplained_bytes = 0  # by which more was counted after the last look
         self.under_way = UnderWay()
 
     def clean(self) -> list[Stored]:
@@ -74,10 +74,13 @@ class Cleaner(RepeatingThread):
         self._blobs.sweep()
         self._results.sweep(is_written=self._is_written, unused_since_s=now_s - SPARED_S)
         self._sweep_checkpoints(unused_since_s=now_s - SPARED_S)
-        counted_bytes = self._removed.counted_bytes()
+        counted_bytes = self._taken().total()
         files = list(self.stored(owned=False))
         there_bytes = sum(file.size_bytes for file in files)
-        self._removed.note(counted_bytes=counted_bytes, there_bytes=there_bytes)
+        if counted_bytes - there_bytes > self._unexplained_bytes:
+            if num_gone := note_removed(self._box):
+                log.warning("%d results and blobs are gone that the box did not remove", num_gone)
+            self._unexplained_bytes = max(0, self._taken().total() - there_bytes)
         self._keep_quotas()
         limits = self._limits(there_bytes)
         if there_bytes > limits.total_bytes:

@@ -4,10 +4,9 @@ A file's modification time is its last use: its bytes never change, and whoever 
 time. Nothing here touches a disk.
 
 What was used within the last hour makes no room, for its job may be about to be posted, or its
-result about to be read. A loop that trains a model writes more than that in an hour, and would fill
-the disk for everybody. What it leaves behind goes first, at once (`needed.spent`). Where the rest
-is not enough, blobs and results that were read go after a quarter of an hour: an owner's own for
-the quota, and for the disk those of whoever takes most.
+result about to be read; of blobs and results that were read it is a quarter of an hour. A loop that
+trains a model writes more than that meanwhile, and would fill the disk for everybody: what it
+leaves behind goes first, at once (`needed.spent`).
 
 Records of ended jobs go before their time where Redis fills up (`crowding`). Without it a user with
 a fast loop would fill Redis in hours, and new jobs be refused for everybody until records are old
@@ -17,8 +16,7 @@ enough. Those of whoever has most jobs go, oldest first: others keep theirs.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final, Literal
@@ -85,35 +83,17 @@ def expired(
     ages = {"result": limits.result_age_s, "blob": limits.blob_age_s}
     free = [file for file in oldest_first if file.name not in needed]
     gone = {file for file in free if now_s - file.used_s > ages[file.kind]}
-    idle = [file for file in free if now_s - file.used_s > SPARED_S]
-    settled = [
-        file for file in free if file.settled and SETTLED_SPARED_S < now_s - file.used_s <= SPARED_S
-    ]
-    taken_bytes = Counter[str]()
-    for file in oldest_first:
-        taken_bytes[file.owner] += file.size_bytes
-    settled.sort(key=lambda file: taken_bytes[file.owner], reverse=True)
-    gone |= _until_within(oldest_first, limits.total_bytes, among=[*idle, *settled], gone=gone)
-    idle_blobs = [file for file in idle if file.kind == "blob" and file not in gone]
-    num_blobs = sum(file.kind == "blob" and file not in gone for file in oldest_first)
-    gone |= set(idle_blobs[: int(max(0.0, num_blobs - limits.num_blobs))])
+    left = [file for file in oldest_first if file not in gone]
+    excess_bytes = sum(file.size_bytes for file in left) - limits.total_bytes
+    excess_blobs = sum(file.kind == "blob" for file in left) - limits.num_blobs
+    for file in free:
+        if file in gone or file.due_s > now_s:
+            continue
+        if excess_bytes > 0 or (excess_blobs > 0 and file.kind == "blob"):
+            gone.add(file)
+            excess_bytes -= file.size_bytes
+            excess_blobs -= file.kind == "blob"
     return [file for file in oldest_first if file in gone]
-
-
-def _until_within(
-    files: Sequence[Stored], bound_bytes: float, *, among: Sequence[Stored], gone: set[Stored]
-) -> set[Stored]:
-    """Return the first ones `among` the files without which the rest is within the bound."""
-    taken_bytes = sum(file.size_bytes for file in files if file not in gone)
-    chosen: set[Stored] = set()
-    candidates = set(files) - gone
-    for file in among:
-        if taken_bytes <= bound_bytes:
-            break
-        if file in candidates:
-            chosen.add(file)
-            taken_bytes -= file.size_bytes
-    return chosen
 
 
 def crowding(records: Records, *, may_go: Callable[[JobRecord], bool]) -> list[str]:
