@@ -53,6 +53,7 @@ class BadSettings(GradboxError, ValueError):
 
     code = "bad-settings"
     title = "A setting cannot be used"
+    category = "user"
 
 
 class Settings(BaseSettings):

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import redis
 import typer
 
-from gradbox.cli.exits import UNREACHABLE, WRONG_USAGE
+from gradbox.errors import ServiceUnavailable
 from gradbox_service.database.refusals import store_refuses, why_refused
-from gradbox_service.identity.revocations import NotRevoked
-from gradbox_service.identity.tokens import BadTokenName
-from gradbox_service.settings import BadSettings, Settings
+from gradbox_service.settings import Settings
 from gradbox_service.up.embedded_redis import url_in
 
 RedisUrl = Annotated[
@@ -34,24 +32,20 @@ def at_redis(redis_url: str | None, data: Path | None) -> str:
     return settings.redis_url or url_in(settings.data / "redis")
 
 
-def beside_the_box(command: str, run: Callable[[], int]) -> int:
-    """Run a command that needs the box's own Redis; where it cannot be done, say why.
+@contextmanager
+def beside_the_box() -> Iterator[None]:
+    """Let what Redis refuses for now end a command as what cannot be reached.
 
-    Returns:
-        What `run` returns, or the exit code of why it did not.
+    Raises:
+        ServiceUnavailable: Redis refuses, and why.
     """
     try:
-        return run()
-    except (BadSettings, BadTokenName) as error:
-        said, code = str(error), WRONG_USAGE
-    except NotRevoked as error:
-        said, code = str(error), UNREACHABLE
+        yield
     except redis.RedisError as error:
         if not store_refuses(error):
             raise
-        said, code = f"Redis {why_refused(error)}", UNREACHABLE
+        why = f"Redis {why_refused(error)}"
         if isinstance(error, redis.ConnectionError):
             here = "is --data the folder of a running `gradbox up`?"
-            said = f"Redis cannot be reached: {error}; {here}"
-    print(f"gradbox {command}: {said}", file=sys.stderr)
-    return code
+            why = f"Redis cannot be reached: {error}; {here}"
+        raise ServiceUnavailable(why) from None

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import socket
-import sys
 from typing import Annotated, Any
 
 import typer
 
-from gradbox.cli.exits import DONE, WRONG_USAGE
+from gradbox.cli.exits import DONE
 from gradbox_service.settings import (
     EMBEDDED,
-    BadSettings,
     Settings,
     make_files_private,
     takes_settings,
@@ -33,19 +31,13 @@ def run_service(
 ) -> int:
     """Serve until stopped."""
     from gradbox.printable import log_to_stderr
-    from gradbox_service.http.listening import CannotListen
     from gradbox_service.http.server import serve
 
     log_to_stderr()
     make_files_private()
-    try:
-        settings = Settings.read(**given)
-        serve(
-            settings,
-            listening=lambda url: print(f"gradbox service at {url}", flush=True),
-            bound=None if fd is None else socket.socket(fileno=fd),
-        )
-    except (BadSettings, CannotListen) as error:
-        print(f"gradbox service: {error}", file=sys.stderr)
-        return WRONG_USAGE
+    serve(
+        Settings.read(**given),
+        listening=lambda url: print(f"gradbox service at {url}", flush=True),
+        bound=None if fd is None else socket.socket(fileno=fd),
+    )
     return DONE

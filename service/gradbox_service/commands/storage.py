@@ -8,7 +8,8 @@ from __future__ import annotations
 import json as jsons
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Final
@@ -62,7 +63,8 @@ def show(
         before = {"redis_url": redis_url, "data": data, "json": json}
         ctx.default_map = {ctx.invoked_subcommand: before}
         return DONE
-    return _with_cleaner(lambda box, _: _print_owners(box, json=json), redis_url, data)
+    with _box(redis_url, data) as (box, _):
+        return _print_owners(box, json=json)
 
 
 def _seconds(text: str) -> float:
@@ -94,34 +96,28 @@ def clean(
     json: AsJson = False,
 ) -> int:
     """Remove what the arguments choose, but nothing that a job needs."""
-
-    def run(box: Backing, cleaner: Cleaner) -> int:
+    with _box(redis_url, data) as (_, cleaner):
         before_s = time.time() - older_than
         chosen = _chosen(cleaner, before_s=before_s, owner=owner, only=only)
         gone = chosen if dry_run else cleaner.remove(chosen)
-        _print_gone(gone, dry_run=dry_run, json=json)
-        return DONE
-
-    return _with_cleaner(run, redis_url, data)
+    _print_gone(gone, dry_run=dry_run, json=json)
+    return DONE
 
 
 def verify(*, redis_url: RedisUrl = None, data: DataFolder = None, json: AsJson = False) -> int:
     """Compare every blob and every result with its SHA-256; 1 if some have another."""
-
-    def run(box: Backing, cleaner: Cleaner) -> int:
+    with _box(redis_url, data) as (box, cleaner):
         stored = list(cleaner.stored())
         damaged = [file for file in stored if _is_damaged(file, box)]
-        if json:
-            print(jsons.dumps({"compared": len(stored), "damaged": [vars(f) for f in damaged]}))
-        else:
-            _print_files(damaged)
-            total = in_units(sum(file.size_bytes for file in stored))
-            print(f"compared {len(stored)} files of {total}: {len(damaged)} damaged")
-            if damaged:
-                print("a damaged blob is sent again with the next job; run jobs again for results")
-        return JOB_FAILED if damaged else DONE
-
-    return _with_cleaner(run, redis_url, data)
+    if json:
+        print(jsons.dumps({"compared": len(stored), "damaged": [vars(f) for f in damaged]}))
+    else:
+        _print_files(damaged)
+        total = in_units(sum(file.size_bytes for file in stored))
+        print(f"compared {len(stored)} files of {total}: {len(damaged)} damaged")
+        if damaged:
+            print("a damaged blob is sent again with the next job; run jobs again for results")
+    return JOB_FAILED if damaged else DONE
 
 
 def _is_damaged(file: Stored, box: Backing) -> bool:
@@ -139,20 +135,16 @@ def _is_damaged(file: Stored, box: Backing) -> bool:
         return False
 
 
-def _with_cleaner(
-    run: Callable[[Backing, Cleaner], int], redis_url: str | None, data: Path | None
-) -> int:
-    """Run one of the commands above on the box that its options name."""
-
-    def run_on_box() -> int:
+@contextmanager
+def _box(redis_url: str | None, data: Path | None) -> Iterator[tuple[Backing, Cleaner]]:
+    """Give the box that a command's options name, and its cleaner."""
+    with beside_the_box():
         settings = Settings.read(redis_url=at_redis(redis_url, data), data=data)
         reserve_bytes = noted_reserve_bytes(settings.data)
         if reserve_bytes is not None:
             settings = settings.model_copy(update={"disk_reserve_bytes": reserve_bytes})
         box = Backing.on_redis(settings)
-        return run(box, Cleaner(settings, box))
-
-    return beside_the_box("storage", run_on_box)
+        yield box, Cleaner(settings, box)
 
 
 def _print_owners(box: Backing, *, json: bool) -> int:

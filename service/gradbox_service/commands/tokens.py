@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json as jsons
 import sys
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -40,37 +40,31 @@ def create(
     json: AsJson = False,
 ) -> int:
     """Make a token and print it."""
-
-    def run(tokens: Tokens) -> int:
+    with _tokens(redis_url, data) as tokens:
         token = tokens.create(name, admin=admin)
-        if json:
-            print(jsons.dumps({"name": name, "admin": admin, "token": token}))
-        else:
-            print(token)
-            print("It is not stored and cannot be shown again.", file=sys.stderr)
-        return DONE
-
-    return _with_tokens(run, redis_url, data)
+    if json:
+        print(jsons.dumps({"name": name, "admin": admin, "token": token}))
+    else:
+        print(token)
+        print("It is not stored and cannot be shown again.", file=sys.stderr)
+    return DONE
 
 
 def list_tokens(
     *, redis_url: RedisUrl = None, data: DataFolder = None, json: AsJson = False
 ) -> int:
     """Print what is known of every token."""
-
-    def run(tokens: Tokens) -> int:
+    with _tokens(redis_url, data) as tokens:
         found = tokens.list()
-        if json:
-            print(jsons.dumps([info.model_dump() for info in found]))
-            return DONE
-        rows = [
-            (info.id, local(info.created_s), "admin" if info.admin else "user", info.name)
-            for info in found
-        ]
-        say_table([("ID", "CREATED", "ROLE", "NAME"), *rows])
+    if json:
+        print(jsons.dumps([info.model_dump() for info in found]))
         return DONE
-
-    return _with_tokens(run, redis_url, data)
+    rows = [
+        (info.id, local(info.created_s), "admin" if info.admin else "user", info.name)
+        for info in found
+    ]
+    say_table([("ID", "CREATED", "ROLE", "NAME"), *rows])
+    return DONE
 
 
 def revoke(
@@ -84,27 +78,20 @@ def revoke(
     json: AsJson = False,
 ) -> int:
     """Revoke by id or name."""
-
-    def run(tokens: Tokens) -> int:
+    with _tokens(redis_url, data) as tokens:
         num_revoked = tokens.revoke(name)
-        if json:
-            print(jsons.dumps({"revoked": num_revoked}))
-        elif num_revoked:
-            print(f"revoked {num_revoked}")
-        if not num_revoked:
-            print(f"gradbox tokens: no token has the id or name {name!r}", file=sys.stderr)
-            return WRONG_USAGE
-        return DONE
-
-    return _with_tokens(run, redis_url, data)
+    if json:
+        print(jsons.dumps({"revoked": num_revoked}))
+    elif num_revoked:
+        print(f"revoked {num_revoked}")
+    if not num_revoked:
+        print(f"gradbox tokens: no token has the id or name {name!r}", file=sys.stderr)
+        return WRONG_USAGE
+    return DONE
 
 
-def _with_tokens(run: Callable[[Tokens], int], redis_url: str | None, data: Path | None) -> int:
-    """Run one of the commands above against the Redis that its options name."""
-
-    def run_on_redis() -> int:
-        with closing(connect(at_redis(redis_url, data))) as connection:
-            revocations = Revocations(Settings.read(data=data).data)
-            return run(Tokens(connection, revocations=revocations))
-
-    return beside_the_box("tokens", run_on_redis)
+@contextmanager
+def _tokens(redis_url: str | None, data: Path | None) -> Iterator[Tokens]:
+    """Give the tokens in the Redis that a command's options name."""
+    with beside_the_box(), closing(connect(at_redis(redis_url, data))) as connection:
+        yield Tokens(connection, revocations=Revocations(Settings.read(data=data).data))

@@ -20,6 +20,7 @@ class CannotListen(GradboxError):
 
     code = "cannot-listen"
     title = "The address cannot be had"
+    category = "user"
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -13,12 +13,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from gradbox.errors import GradboxError
+from gradbox.errors import ServiceUnavailable
 
 NAME: Final = "revoked"
 
 
-class NotRevoked(GradboxError):
+class NotRevoked(ServiceUnavailable):
     """A revocation could neither be made in Redis nor noted on the disk."""
 
     code = "not-revoked"
