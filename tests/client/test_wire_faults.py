@@ -38,14 +38,25 @@ from tests.client.wires import QUICK, Broken, answer, client_of, job_view, probl
 GRADIENT = Gradient(model="m", inputs=[torch.ones(2)], loss=lambda z: z.sum())
 
 
-def test_a_box_that_is_busy_is_asked_again_until_it_answers() -> None:
-    replies = [
-        httpx.Response(503),
-        problem(ServiceUnavailable("busy")),
-        httpx.Response(429),
-        answer(job_view()),
-    ]
-    assert client_of(lambda request: replies.pop(0)).job("j1").id == "j1"
+FAULTS: dict[str, list[httpx.Response | Exception]] = {
+    "busy": [httpx.Response(503), problem(ServiceUnavailable("busy")), httpx.Response(429)],
+    "a broken connection": [httpx.RemoteProtocolError("server disconnected")] * 2,
+    "restarts": [httpx.ConnectError("connection refused")] * 2,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_box_with_a_fault_that_passes_is_asked_again_until_it_answers(fault: str) -> None:
+    replies = [answer(job_view()), *FAULTS[fault], answer(job_view())]
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        reply = replies.pop(0)
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    client = client_of(handler)
+    assert [client.job("j1").id for _ in range(2)] == ["j1", "j1"]
     assert not replies
 
 
@@ -60,19 +71,6 @@ def test_only_a_long_wait_is_told_and_once(caplog: pytest.LogCaptureFixture) -> 
     replies = [httpx.Response(503), answer(job_view())]
     client_of(lambda request: replies.pop(0), retry=patient).job("j1")
     assert not caplog.messages
-
-
-def test_a_broken_connection_is_tried_again() -> None:
-    seen: list[str] = []
-
-    def handler(request: httpx.Request) -> httpx.Response:
-        seen.append(request.method)
-        if len(seen) < 3:
-            raise httpx.RemoteProtocolError("server disconnected")
-        return answer(job_view())
-
-    client_of(handler).job("j1")
-    assert len(seen) == 3
 
 
 def test_retry_after_is_waited_for() -> None:
@@ -103,21 +101,6 @@ def test_a_refused_connection_says_where_and_what_to_do_at_once() -> None:
             GradClient(url, "token").jobs()
     assert time.monotonic() - began < 20
     assert isinstance(caught.value.__cause__, httpx.ConnectError)
-
-
-def test_a_box_that_restarts_is_waited_for() -> None:
-    seen: list[str] = []
-
-    def handler(request: httpx.Request) -> httpx.Response:
-        seen.append(request.url.path)
-        if len(seen) in (2, 3):
-            raise httpx.ConnectError("connection refused")
-        return answer(job_view())
-
-    client = client_of(handler)
-    client.job("j1")
-    client.job("j1")
-    assert len(seen) == 4
 
 
 @pytest.mark.parametrize(
@@ -355,20 +338,26 @@ class Results:
         return httpx.Response(status, headers=headers, content=piece)
 
 
-def test_a_broken_download_goes_on_where_it_broke(tmp_path: Path) -> None:
-    box = Results(most=4000)
-    client_of(box).job("j1").fetch(tmp_path / "result")
-    assert (tmp_path / "result").read_bytes() == CONTENT
-    assert box.ranges == [None, "bytes=4000-", "bytes=8000-"]
+OTHER = ResultView(size_bytes=len(CONTENT), sha256="0" * 64)
+PARTS: dict[str, tuple[int, dict[ResultView | None, bytes], list[str | None]]] = {
+    "a broken download": (4000, {}, [None, "bytes=4000-", "bytes=8000-"]),
+    "one of an earlier process": (len(CONTENT), {None: CONTENT[:100]}, ["bytes=100-"]),
+    "a part of another result": (len(CONTENT), {OTHER: b"x" * 100}, [None]),
+    "a part that is too long": (len(CONTENT), {None: b"x" * (len(CONTENT) + 1)}, [None]),
+}
 
 
-def test_a_download_of_an_earlier_process_is_gone_on_with(tmp_path: Path) -> None:
-    box = Results()
-    part_of(tmp_path / "result", box.view.result).write_bytes(CONTENT[:100])
-    client_of(box).job("j1").fetch(tmp_path / "result")
-    assert (tmp_path / "result").read_bytes() == CONTENT
-    assert box.ranges == ["bytes=100-"]
-    assert [path.name for path in tmp_path.iterdir()] == ["result"]
+@pytest.mark.parametrize("name", PARTS)
+def test_a_download_goes_on_with_the_part_that_is_there_of_it(name: str, tmp_path: Path) -> None:
+    most, left, ranges = PARTS[name]
+    box, path = Results(most=most), tmp_path / "result"
+    for result, part in left.items():
+        part_of(path, result or box.view.result).write_bytes(part)
+    client_of(box).job("j1").fetch(path)
+    assert path.read_bytes() == CONTENT
+    assert box.ranges == ranges
+    others = {part_of(path, result).name for result in left if result}
+    assert {found.name for found in tmp_path.iterdir()} == {"result", *others}
 
 
 def test_a_new_file_is_not_truncated(tmp_path: Path) -> None:
@@ -377,23 +366,6 @@ def test_a_new_file_is_not_truncated(tmp_path: Path) -> None:
         os.utime(path, (0, 0))
         hashed.empty()
         assert path.stat().st_mtime == 0
-
-
-def test_a_part_of_another_result_is_not_gone_on_with(tmp_path: Path) -> None:
-    box = Results()
-    other = ResultView(size_bytes=len(CONTENT), sha256="0" * 64)
-    for part in (tmp_path / "result.part", part_of(tmp_path / "result", other)):
-        part.write_bytes(b"x" * 100)
-    client_of(box).job("j1").fetch(tmp_path / "result")
-    assert (tmp_path / "result").read_bytes() == CONTENT
-    assert box.ranges == [None]
-
-
-def test_a_part_that_is_too_long_is_not_gone_on_with(tmp_path: Path) -> None:
-    box = Results()
-    part_of(tmp_path / "result", box.view.result).write_bytes(b"x" * (len(CONTENT) + 1))
-    client_of(box).job("j1").fetch(tmp_path / "result")
-    assert (tmp_path / "result").read_bytes() == CONTENT
 
 
 def test_bytes_that_are_not_the_announced_ones_are_thrown_away(tmp_path: Path) -> None:
