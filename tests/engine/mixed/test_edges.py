@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from tests.engine.mixed.running import mixed_answer
 from tests.mixed_cases import (
     MIXED_CASES,
     TOLERANCE,
+    MixedCase,
     cubic,
     double_backward,
     normal,
@@ -36,6 +38,17 @@ from tests.oracle import difference
 
 def mlp() -> object:
     return MIXED_CASES["mlp, cubic"]()
+
+
+def narrow(case: MixedCase, **others: Any) -> MixedCase:
+    """Return the case in float32."""
+    return replace(
+        case,
+        model=lambda: case.model().float(),
+        shards=[{"0": shard["0"].float()} for shard in case.shards],
+        y={"y": case.y["y"].detach().float()},
+        **others,
+    )
 
 
 class Drifting(nn.Module):
@@ -136,10 +149,9 @@ def test_the_model_is_left_as_it_was(ends):
 
 
 def test_leaves_are_left_as_they_were():
-    case = replace(mlp(), y={"y": vector(3).float()}, model=lambda: mlp().model().float())
+    case = narrow(mlp())
     y = case.y["y"]
     leaf = y.detach()
-    case = replace(case, shards=[{"0": s["0"].float()} for s in case.shards])
     result = mixed_answer(case, precision="fp64")
     assert result.grads["y.y"].dtype == torch.float64
     assert y.dtype == torch.float32
@@ -149,19 +161,13 @@ def test_leaves_are_left_as_they_were():
 
 def test_fp64_widens_model_shards_and_y():
     case = mlp()
-    narrow = replace(
-        case,
-        model=lambda: case.model().float(),
-        shards=[{"0": shard["0"].float()} for shard in case.shards],
-        y={"y": case.y["y"].detach().float()},
-    )
     rounded = replace(
         case,
         model=lambda: case.model().float().double(),
         shards=[{"0": shard["0"].float().double()} for shard in case.shards],
         y={"y": case.y["y"].detach().float().double()},
     )
-    result = mixed_answer(narrow, precision="fp64")
+    result = mixed_answer(narrow(case), precision="fp64")
     assert difference(result.grads, double_backward(rounded).grads) <= TOLERANCE
 
 
@@ -170,13 +176,7 @@ def test_fp64_widens_model_shards_and_y():
 )
 def test_narrow_arithmetic_gives_nearly_the_same(precision, tolerance):
     case = MIXED_CASES["generator in eval"]()
-    narrow = replace(
-        case,
-        model=lambda: case.model().float(),
-        shards=[{"0": shard["0"].float()} for shard in case.shards],
-        y={"y": case.y["y"].detach().float()},
-    )
-    result = mixed_answer(narrow, precision=precision)
+    result = mixed_answer(narrow(case), precision=precision)
     assert result.fallbacks == {}
     assert result.grads["y.y"].dtype == torch.float32
     assert difference(result.grads, double_backward(case).grads) <= tolerance
@@ -184,11 +184,8 @@ def test_narrow_arithmetic_gives_nearly_the_same(precision, tolerance):
 
 def test_half_precision_keeps_tiny_cotangents():
     case = MIXED_CASES["generator in eval"]()
-    tiny = replace(
+    tiny = narrow(
         case,
-        model=lambda: case.model().float(),
-        shards=[{"0": shard["0"].float()} for shard in case.shards],
-        y={"y": case.y["y"].detach().float()},
         inner=lambda v, y: 1e-9 * cubic(y, v),
         outer=lambda dfdz: dfdz.mul(1e9).sin().sum(),
     )

@@ -186,44 +186,30 @@ def test_a_clip_that_is_no_bound_is_refused(clip: float | None) -> None:
         per_sample_gradient(model, [inputs], lambda z: z.sum(1), reduce="clipped_sum", clip=clip)
 
 
-def test_products_with_the_rows_of_an_earlier_call_agree_with_the_dense_rows(case: Any) -> None:
+@pytest.mark.parametrize("earlier", [True, False], ids=["an earlier call", "other shards"])
+def test_products_with_the_rows_of_others_agree_with_the_dense_rows(
+    case: Any, earlier: bool
+) -> None:
     model, inputs, rows = case
     J = naive.flat(rows)
     B, Y, _ = J.shape
     shuffled = {name: x.flip(0) for name, x in inputs.items()}
     shards = [shuffled, {name: x[:2] for name, x in shuffled.items()}]
-    earlier = jacobian(model, shards, form="factored")
-    other = torch.cat([J.flip(0), J.flip(0)[:2]])
-    gram = torch.einsum("byp,czp->bycz", J, other)
-    given: dict[str, Any] = {"against": earlier.factors}
-    assert _close(jacobian(model, [inputs], reduce="gram", **given).arrays["gram"], gram)
+    against = jacobian(model, shards, form="factored").factors if earlier else OtherShards(shards)
+    given: dict[str, Any] = {"against": against}
+    gram = torch.einsum("byp,czp->bycz", J, torch.cat([J.flip(0), J.flip(0)[:2]]))
+    found = jacobian(model, [inputs], reduce="gram", **given)
+    assert _close(found.arrays["gram"], gram)
+    assert found.samples == B
+    values = found.values
+    assert values is not None
+    if found.other_values is not None:
+        assert _close(found.other_values, torch.cat([values.flip(0), values.flip(0)[:2]]))
+    assert (found.other_values is None) == earlier
     trace = jacobian(model, [inputs], reduce="gram_trace", **given).arrays["gram"]
     assert _close(trace, torch.einsum("bycy->bc", gram))
     u = torch.randn(B, Y, dtype=J.dtype)
-    values = jacobian(model, [inputs], reduce="norm").values
-    assert values is not None
     pulled = jacobian(model, [inputs], reduce="vjp", vectors=u.view(values.shape), **given)
-    assert _close(pulled.arrays["jvp"], torch.einsum("by,bycz->cz", u, gram))
-
-
-def test_products_with_the_rows_of_other_shards_agree_with_the_dense_rows(case: Any) -> None:
-    model, inputs, rows = case
-    J = naive.flat(rows)
-    B, Y, _ = J.shape
-    shuffled = {name: x.flip(0) for name, x in inputs.items()}
-    against = OtherShards([shuffled, {name: x[:2] for name, x in shuffled.items()}])
-    gram = torch.einsum("byp,czp->bycz", J, torch.cat([J.flip(0), J.flip(0)[:2]]))
-    found = jacobian(model, [inputs], reduce="gram", against=against)
-    assert _close(found.arrays["gram"], gram)
-    assert found.samples == B
-    assert found.values is not None
-    assert found.other_values is not None
-    assert _close(found.other_values, torch.cat([found.values.flip(0), found.values.flip(0)[:2]]))
-    trace = jacobian(model, [inputs], reduce="gram_trace", against=against).arrays["gram"]
-    assert _close(trace, torch.einsum("bycy->bc", gram))
-    u = torch.randn(B, Y, dtype=J.dtype)
-    vectors = u.view(found.values.shape)
-    pulled = jacobian(model, [inputs], reduce="vjp", vectors=vectors, against=against)
     assert _close(pulled.arrays["jvp"], torch.einsum("by,bycz->cz", u, gram))
 
 
