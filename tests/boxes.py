@@ -18,8 +18,9 @@ import httpx
 from safetensors.torch import load_file
 from torch import Tensor
 
-from gradbox import GradClient
+from gradbox import GradClient, GradResult
 from gradbox.cli import main
+from gradbox.computations import Computation
 from gradbox_service.backing import Backing
 from gradbox_service.http.app import create_app
 from gradbox_service.settings import Settings
@@ -31,6 +32,7 @@ from tests.inthread import InThreadWorker
 ROOT = Path(__file__).resolve().parents[1]
 READY = "gradbox ready at "
 STOP_TIMEOUT_S = 120
+WAIT_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,11 @@ class TestBox:
     def client(self, token: str | None = None, **given: Any) -> GradClient:
         """Return a client of this box."""
         return GradClient(self.url, token or self.token, transport=self.transport, **given)
+
+    def result_of(self, computation: Computation) -> GradResult:
+        """Run a job of `token`'s owner, and return its result."""
+        with self.client() as client:
+            return client.submit(computation).result(WAIT_S)
 
     def http(self, token: str | None = None) -> httpx.Client:
         """Return plain HTTP to this box, as a program in another language has it."""

@@ -26,7 +26,7 @@ from gradbox import (
 )
 from tests.boxes import TestBox
 from tests.client import zoo
-from tests.client.test_per_sample import normal, submitted
+from tests.client.test_per_sample import normal
 
 X = normal(5, 5)
 
@@ -135,9 +135,9 @@ def test_what_is_no_job_is_refused(of: Any) -> None:
 
 
 def test_empty_lists_beside_cotangents_are_none_given(twin: TestBox) -> None:
-    forward = submitted(twin, Forward(model="mlp", inputs=[X]))
+    forward = twin.result_of(Forward(model="mlp", inputs=[X]))
     loss = Cotangents(torch.ones(5, 3), of=forward)
-    assert submitted(twin, Gradient(loss=loss, penalties=[], weights={})).names
+    assert twin.result_of(Gradient(loss=loss, penalties=[], weights={})).names
 
 
 @pytest.mark.parametrize("weights", [3, "abc", {3: X}, {"0.bias": [1.0]}])
@@ -153,21 +153,21 @@ def test_an_error_names_fields_without_the_insides_of_a_union() -> None:
 
 @pytest.mark.parametrize("name", ["self", "function", "args", "kwargs", "call", "device"])
 def test_a_loss_input_may_have_any_argument_s_name(twin: TestBox, name: str) -> None:
-    found = submitted(twin, gradient(loss_inputs={name: torch.tensor(2.5)}))
-    assert found.loss == pytest.approx(submitted(twin, gradient()).loss + 2.5)
+    found = twin.result_of(gradient(loss_inputs={name: torch.tensor(2.5)}))
+    assert found.loss == pytest.approx(twin.result_of(gradient()).loss + 2.5)
 
 
 def test_a_loss_input_may_be_called_as_an_unnamed_group_is(twin: TestBox) -> None:
     def loss(out: Tensor, z: Tensor) -> Tensor:
         return total(out) + z
 
-    found = submitted(twin, gradient(loss=loss, loss_inputs={"z": torch.tensor(2.5)}))
-    assert found.loss == pytest.approx(submitted(twin, gradient()).loss + 2.5)
+    found = twin.result_of(gradient(loss=loss, loss_inputs={"z": torch.tensor(2.5)}))
+    assert found.loss == pytest.approx(twin.result_of(gradient()).loss + 2.5)
 
 
 def test_a_tensor_under_a_transform_of_torch_func_is_refused(twin: TestBox) -> None:
     with pytest.raises(InvalidInputs, match=r"argument '0': .*vmap, grad.*PerSampleGradient"):
-        torch.func.vmap(lambda x: submitted(twin, gradient(inputs=[x[None]])).grads["0.bias"])(X)
+        torch.func.vmap(lambda x: twin.result_of(gradient(inputs=[x[None]])).grads["0.bias"])(X)
 
 
 def test_a_tensor_that_is_written_to_while_it_is_sent_is_told_from_damage(twin: TestBox) -> None:
@@ -216,7 +216,7 @@ def test_a_model_is_named(twin: TestBox, model: Any) -> None:
 
 
 def test_gradients_are_applied_to_a_module_and_found_by_name(twin: TestBox) -> None:
-    found, weight = submitted(twin, gradient()), torch.nn.Parameter(torch.ones(2))
+    found, weight = twin.result_of(gradient()), torch.nn.Parameter(torch.ones(2))
     with pytest.raises(InvalidInputs, match=r"expected the nn\.Module .*got SGD; an optimizer"):
         found.apply_to(torch.optim.SGD([weight], lr=0.1))
     with pytest.raises(KeyError, match="grads: a Parameter is none of its 6 names"):
@@ -239,7 +239,7 @@ def test_rows_in_an_order_are_refused_without_the_insides_of_the_spec() -> None:
 
 def test_fractions_are_no_order(twin: TestBox) -> None:
     with pytest.raises(GradboxError, match="expected order to be whole numbers"):
-        submitted(twin, gradient(order=torch.arange(5) + 0.5))
+        twin.result_of(gradient(order=torch.arange(5) + 0.5))
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_fractions_are_no_order(twin: TestBox) -> None:
 )
 def test_complex_vectors_are_refused(twin: TestBox, given: dict[str, Any]) -> None:
     with pytest.raises(InvalidInputs, match=r"vectors.*expected real numbers, got C64"):
-        submitted(twin, Jacobian(model="mlp", inputs=[X], **given))
+        twin.result_of(Jacobian(model="mlp", inputs=[X], **given))
 
 
 FORMS: list[Callable[[Tensor], Any]] = [
@@ -268,7 +268,7 @@ FORMS: list[Callable[[Tensor], Any]] = [
 def test_rows_are_multiplied_with_tensors_and_arrays(
     twin: TestBox, form: Callable[[Tensor], Any]
 ) -> None:
-    result = submitted(twin, Jacobian(model="mlp", inputs=[X], form="factored"))
+    result = twin.result_of(Jacobian(model="mlp", inputs=[X], form="factored"))
     tangents = {name: normal(*rows.shape[2:]) for name, rows in result.grads.items()}
     found = result.jvp({name: form(tangent) for name, tangent in tangents.items()})
     assert torch.equal(found, result.jvp(tangents))
@@ -278,7 +278,7 @@ def test_rows_are_multiplied_with_tensors_and_arrays(
 
 
 def test_rows_are_not_multiplied_with_anything_else(twin: TestBox) -> None:
-    result = submitted(twin, Jacobian(model="mlp", inputs=[X]))
+    result = twin.result_of(Jacobian(model="mlp", inputs=[X]))
     wrong: list[Callable[[], Any]] = [
         lambda: result.jvp(torch.ones(8)),  # type: ignore[arg-type]
         lambda: result.jvp({"0.bias": [1.0] * 8}),
@@ -308,7 +308,7 @@ def test_rows_are_not_multiplied_with_anything_else(twin: TestBox) -> None:
 def test_a_projection_here_refuses_what_the_box_refuses(
     twin: TestBox, given: dict[str, Any]
 ) -> None:
-    result = submitted(twin, Jacobian(model="mlp", inputs=[X]))
+    result = twin.result_of(Jacobian(model="mlp", inputs=[X]))
     with pytest.raises(InvalidJob, match="expected"):
         result.projection(**given)
 
@@ -318,7 +318,7 @@ def test_parameters_without_entries_have_rows_without_entries(twin: TestBox) -> 
     z = model(x).square().sum(1)
     for form in ("dense", "factored"):
         job = PerSampleGradient(model="empty", inputs=[x], loss=squares, form=form)  # type: ignore[arg-type]
-        result = submitted(twin, job)
+        result = twin.result_of(job)
         for name, parameter in model.named_parameters():
             rows = torch.stack(
                 [torch.autograd.grad(z[b], parameter, retain_graph=True)[0] for b in range(5)]
@@ -340,9 +340,9 @@ def squares(z: Tensor) -> Tensor:
 
 def test_a_shard_without_samples_is_refused_by_its_shape(twin: TestBox) -> None:
     with pytest.raises(GradboxError, match=r"expected a shard with samples, got .*\(0, 5\)"):
-        submitted(twin, Jacobian(model="mlp", inputs=[X[:0], X]))
+        twin.result_of(Jacobian(model="mlp", inputs=[X[:0], X]))
 
 
 def test_an_output_without_a_row_for_each_sample_is_refused_as_that(twin: TestBox) -> None:
     with pytest.raises(GradboxError, match=r"so that the output has . rows"):
-        submitted(twin, Jacobian(model="mlp", inputs=[X], readout=lambda z, inputs: z[:2]))
+        twin.result_of(Jacobian(model="mlp", inputs=[X], readout=lambda z, inputs: z[:2]))

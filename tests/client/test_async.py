@@ -83,8 +83,7 @@ def test_a_job_of_the_plain_client_can_be_awaited(twin: TestBox) -> None:
         with twin.client() as client:
             return (await client.submit(gradient())).loss
 
-    with twin.client() as client:
-        assert ran(main) == client.submit(gradient()).result(WAIT_S).loss
+    assert ran(main) == twin.result_of(gradient()).loss
 
 
 def test_a_task_runs_a_job(twin: TestBox) -> None:

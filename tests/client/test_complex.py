@@ -37,9 +37,8 @@ def test_a_complex_output_is_refused_with_the_readout_that_serves(twin: TestBox)
 def test_its_real_form_has_the_gradients_of_naive_code(twin: TestBox) -> None:
     model = zoo.spectrum()
     power(torch.view_as_real(model(torch.cat(SHARDS)))).backward()
-    with twin.client() as client:
-        job = Gradient(model="spectrum", inputs=SHARDS, loss=power, readout=as_parts)
-        found = client.submit(job).result(WAIT_S).grads
+    job = Gradient(model="spectrum", inputs=SHARDS, loss=power, readout=as_parts)
+    found = twin.result_of(job).grads
     assert found["turn"].dtype is torch.complex64
     assert difference(found, {name: p.grad for name, p in model.named_parameters()}) < 1e-5
 

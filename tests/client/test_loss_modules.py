@@ -46,15 +46,14 @@ def test_barlow_twins_trains_through_its_projector_as_local_code_does(box: TestB
     loss = BarlowTwins(z.shape[1]).double()
     local = copy.deepcopy(loss)
     local(z, noise).backward()
-    with box.client() as client:
-        gradient = Gradient(
-            model="mlp",
-            inputs=shards,
-            loss=loss,
-            loss_inputs={"noise": noise},
-            returns=("grads", "buffers"),
-        )
-        result = client.submit(gradient).result(WAIT_S)
+    gradient = Gradient(
+        model="mlp",
+        inputs=shards,
+        loss=loss,
+        loss_inputs={"noise": noise},
+        returns=("grads", "buffers"),
+    )
+    result = box.result_of(gradient)
     expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     expected |= {f"loss.{name}": p.grad for name, p in local.named_parameters()}
     assert difference(result.grads, expected) <= TOLERANCE
@@ -67,12 +66,11 @@ def test_barlow_twins_trains_through_its_projector_as_local_code_does(box: TestB
 def test_buffers_of_the_loss_come_only_when_asked_for(twin: TestBox) -> None:
     shards = CASES["mlp"]().groups["z"]
     loss = BarlowTwins(3).double()
-    with twin.client() as client:
-        noise = torch.zeros(14, 3, dtype=torch.float64)
-        gradient = Gradient(
-            model="mlp", inputs=shards, loss=loss, loss_inputs={"noise": noise}, wrt="4.bias"
-        )
-        assert not client.submit(gradient).result(WAIT_S).loss_buffers
+    noise = torch.zeros(14, 3, dtype=torch.float64)
+    gradient = Gradient(
+        model="mlp", inputs=shards, loss=loss, loss_inputs={"noise": noise}, wrt="4.bias"
+    )
+    assert not twin.result_of(gradient).loss_buffers
 
 
 def test_a_module_that_is_the_loss_is_refused_at_the_users_own_line(twin: TestBox) -> None:
@@ -136,10 +134,7 @@ def test_fp64_widens_what_functions_hold(twin: TestBox) -> None:
         def forward(self, z: Tensor) -> Tensor:
             return loss(self.projector, z, shift, scale)
 
-    with twin.client() as client:
-        result = client.submit(
-            Gradient(model="mlp", inputs=shards, loss=Loss(), precision="fp64")
-        ).result(WAIT_S)
+    result = twin.result_of(Gradient(model="mlp", inputs=shards, loss=Loss(), precision="fp64"))
     model, local = case_models.mlp(), copy.deepcopy(projector).double()
     z = torch.cat([model(shard["0"]) for shard in shards])
     loss(local, z, shift.double(), scale.double()).backward()

@@ -66,8 +66,7 @@ def test_a_job_returns_what_double_backward_computes(box: TestBox, name: str) ->
 def test_the_receipt_names_what_forward_mode_could_not_pass(twin: TestBox) -> None:
     case = OBSTACLES["_weight_norm_interface"]()
     expected = double_backward(OBSTACLES["_weight_norm_interface"]())
-    with twin.client() as client:
-        result = client.submit(mixed(case, "mixed_normed")).result(WAIT_S)
+    result = twin.result_of(mixed(case, "mixed_normed"))
     assert result.manifest.fallbacks == {"_weight_norm_interface": 3}
     assert difference(result.grads, expected.grads) <= TOLERANCE
     assert result.dfdz is None
@@ -76,8 +75,7 @@ def test_the_receipt_names_what_forward_mode_could_not_pass(twin: TestBox) -> No
 def test_a_critic_takes_its_gradients(twin: TestBox) -> None:
     case = MIXED_CASES["generator under a critic"]()
     assert isinstance(case.inner, nn.Module)
-    with twin.client() as client:
-        result = client.submit(mixed(case, "mixed_generator")).result(WAIT_S)
+    result = twin.result_of(mixed(case, "mixed_generator"))
     result.apply_to(case.inner, prefix="inner.")
     torch.testing.assert_close(case.inner.conv.weight.grad, result.grads["inner.conv.weight"])
     assert set(result.manifest.unreached) == {"inner.head.bias"}
@@ -100,8 +98,7 @@ def test_plain_numbers_become_part_of_the_functions(twin: TestBox) -> None:
         inner=lambda y, v: (v**3 @ y).sum(),
         outer=lambda dfdz: dfdz.square().sum() * 0.5,
     )
-    with twin.client() as client:
-        found, expected = (client.submit(each).result(WAIT_S) for each in (job, plain))
+    found, expected = (twin.result_of(each) for each in (job, plain))
     assert difference(found.grads, expected.grads) <= TOLERANCE
 
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from gradbox import (
     Builtin,
-    GradResult,
     InvalidInputs,
     InvalidJob,
     Jacobian,
@@ -109,11 +108,6 @@ def on_both_boxes(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("box", "name"), found, indirect=["box"])
 
 
-def submitted(box: TestBox, computation: Computation) -> GradResult:
-    with box.client() as client:
-        return client.submit(computation).result(WAIT_S)
-
-
 def target_of(problem: Problem) -> Tensor:
     z, _ = problem.z()
     return normal(*z.shape, seed=5)
@@ -143,13 +137,13 @@ def close(found: Tensor, expected: Tensor) -> bool:
 def test_rows_are_those_of_one_backward_a_sample(box: TestBox, name: str, form: Any) -> None:
     problem = PROBLEMS[name]
     target = target_of(problem)
-    result = submitted(box, gradient_of(problem, form=form))
+    result = box.result_of(gradient_of(problem, form=form))
     expected = problem.gradients(target)
     assert list(result.names) == list(expected)
     assert close(result.flat(), naive.flat(expected, 1))
     z, _ = problem.z()
     assert close(result.losses, distance(z, target))
-    rows = submitted(box, jacobian_of(problem, form=form))
+    rows = box.result_of(jacobian_of(problem, form=form))
     J = problem.jacobian()
     assert close(rows.flat(), naive.flat(J))
     assert close(rows.outputs["z"].flatten(1), z)
@@ -164,8 +158,8 @@ def test_the_box_reduces_gradients_as_the_client_does(
     box: TestBox, name: str, given: dict[str, Any]
 ) -> None:
     problem = PROBLEMS[name]
-    result = submitted(box, gradient_of(problem, seed=3, **given))
-    here = submitted(box, gradient_of(problem, seed=3, form="factored"))
+    result = box.result_of(gradient_of(problem, seed=3, **given))
+    here = box.result_of(gradient_of(problem, seed=3, form="factored"))
     G = here.flat()
     if given["reduce"] == "norm":
         assert close(result.norms(), G.norm(dim=1))
@@ -189,27 +183,27 @@ def test_the_box_reduces_jacobians_as_the_client_does(box: TestBox, name: str) -
     problem = PROBLEMS[name]
     rows = problem.jacobian()
     J = naive.flat(rows)
-    here = submitted(box, jacobian_of(problem, form="factored"))
+    here = box.result_of(jacobian_of(problem, form="factored"))
     reduced = partial(jacobian_of, problem)
-    assert close(submitted(box, reduced(reduce="norm")).norms(), J.norm(dim=2))
+    assert close(box.result_of(reduced(reduce="norm")).norms(), J.norm(dim=2))
     gram = torch.einsum("byp,czp->bycz", J, J)
     trace = torch.einsum("bycy->bc", gram)
-    whole = submitted(box, reduced(reduce="gram"))
+    whole = box.result_of(reduced(reduce="gram"))
     assert close(whole.gram(), gram)
     assert close(whole.gram_trace(), trace)
-    assert close(submitted(box, reduced(reduce="gram_trace")).gram_trace(), trace)
+    assert close(box.result_of(reduced(reduce="gram_trace")).gram_trace(), trace)
     assert close(here.gram_trace(), trace)
     tangents = {name: torch.randn_like(row[0, 0]) for name, row in rows.items()}
     flat = torch.cat([tangent.flatten() for tangent in tangents.values()])
-    pushed = submitted(box, reduced(reduce="jvp", vectors=tangents)).jvp()
+    pushed = box.result_of(reduced(reduce="jvp", vectors=tangents)).jvp()
     assert close(pushed, J @ flat)
     assert close(here.jvp(tangents), J @ flat)
     u = torch.randn_like(here.outputs["z"])
     expected = torch.einsum("by,byp->p", u.reshape(J.shape[:2]), J)
-    pulled = submitted(box, reduced(reduce="vjp", vectors=u))
+    pulled = box.result_of(reduced(reduce="vjp", vectors=u))
     assert close(pulled.flat(), expected)
     assert close(torch.cat([x.flatten() for x in here.vjp(u).values()]), expected)
-    projected = submitted(box, reduced(reduce="projection", dim=8, seed=2)).projection()
+    projected = box.result_of(reduced(reduce="projection", dim=8, seed=2)).projection()
     assert close(projected, here.projection(8, seed=2))
 
 
@@ -221,8 +215,7 @@ def test_minilm_agrees_with_one_backward_a_sample(real: TestBox) -> None:
     ids = torch.randint(1000, 30000, (3, 6), generator=numbers)
     shard = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     wrt = ["embeddings.position_embeddings.*", "encoder.layer.5.*"]
-    result = submitted(
-        real,
+    result = real.result_of(
         PerSampleGradient(
             model="minilm",
             inputs=[shard],
@@ -254,13 +247,13 @@ def test_a_constant_of_the_loss_as_long_as_the_batch_is_not_cut(twin: TestBox) -
     job = PerSampleGradient(
         **problem.given(), loss=weighted, loss_inputs={"labels": labels}, precision="fp64"
     )
-    result = submitted(twin, job)
+    result = twin.result_of(job)
     for name, rows in naive.rows(weighted(z, labels)[:, None], parameters).items():
         assert close(result.grads[name][()], rows[:, 0])
 
 
 def test_the_receipt_says_which_roads_were_taken(box: TestBox) -> None:
-    manifest = submitted(box, jacobian_of(PROBLEMS["convolutions"], reduce="norm")).manifest
+    manifest = box.result_of(jacobian_of(PROBLEMS["convolutions"], reduce="norm")).manifest
     assert (manifest.samples, manifest.outputs, manifest.reduce) == (5, 3, "norm")
     assert manifest.roads is not None
     assert manifest.roads.keys() == set(manifest.names)
@@ -269,7 +262,7 @@ def test_the_receipt_says_which_roads_were_taken(box: TestBox) -> None:
 
 
 def test_clipped_sums_go_into_a_module_as_gradients_do(box: TestBox) -> None:
-    result = submitted(box, gradient_of(PROBLEMS["mlp"], reduce="clipped_sum", clip=1.0))
+    result = box.result_of(gradient_of(PROBLEMS["mlp"], reduce="clipped_sum", clip=1.0))
     model = case_models.mlp()
     result.apply_to(model)
     for name, parameter in model.named_parameters():
@@ -277,7 +270,7 @@ def test_clipped_sums_go_into_a_module_as_gradients_do(box: TestBox) -> None:
 
 
 def test_rows_do_not_go_into_a_module(box: TestBox) -> None:
-    result = submitted(box, gradient_of(PROBLEMS["mlp"]))
+    result = box.result_of(gradient_of(PROBLEMS["mlp"]))
     with pytest.raises(InvalidInputs, match="shapes"):
         result.apply_to(case_models.mlp())
 
@@ -298,7 +291,7 @@ def test_a_loss_input_that_requires_grad_is_refused_by_name(twin: TestBox) -> No
 
 def test_batch_norm_in_train_mode_is_named(box: TestBox) -> None:
     with pytest.raises(InvalidInputs, match="norm"):
-        submitted(box, gradient_of(PROBLEMS["a model in single precision, widened"], mode="train"))
+        box.result_of(gradient_of(PROBLEMS["a model in single precision, widened"], mode="train"))
 
 
 def test_what_a_batch_decides_without_a_derivative_is_refused_or_let_through(box: TestBox) -> None:
@@ -306,8 +299,8 @@ def test_what_a_batch_decides_without_a_derivative_is_refused_or_let_through(box
     problem = Problem(zoo.cut, [{"ids": ids, "length": torch.tensor([4, 2, 1, 2, 1, 2])}])
     for reduce in ("none", "norm"):
         with pytest.raises(InvalidInputs, match=r"z of sample \d called alone .*unchecked="):
-            submitted(box, gradient_of(problem, reduce=reduce))
-    result = submitted(box, gradient_of(problem, unchecked=["coupling"]))
+            box.result_of(gradient_of(problem, reduce=reduce))
+    result = box.result_of(gradient_of(problem, unchecked=["coupling"]))
     for name, expected in problem.gradients(target_of(problem)).items():
         assert close(result.grads[name][()], expected)
 
@@ -315,7 +308,7 @@ def test_what_a_batch_decides_without_a_derivative_is_refused_or_let_through(box
 def test_a_coupling_that_is_meant_is_let_through_by_name(twin: TestBox) -> None:
     problem = PROBLEMS["a model in single precision, widened"]
     given = {"mode": "train", "reduce": "norm", "unchecked": ["coupling", "self"]}
-    assert submitted(twin, gradient_of(problem, **given)).norms().shape == (5,)
+    assert twin.result_of(gradient_of(problem, **given)).norms().shape == (5,)
 
 
 def test_progress_counts_samples_and_a_job_can_be_stopped(box: TestBox) -> None:
@@ -416,20 +409,20 @@ def _jacobian(**given: Any) -> Computation:
 def test_what_does_not_fit_is_refused_with_what_was_expected(twin: TestBox, name: str) -> None:
     make, says = BAD[name]
     with pytest.raises(InvalidJob, match=says):
-        submitted(twin, make())
+        twin.result_of(make())
 
 
 def test_a_reduced_result_says_what_it_lacks(twin: TestBox) -> None:
-    result = submitted(twin, gradient_of(PROBLEMS["mlp"], reduce="norm"))
+    result = twin.result_of(gradient_of(PROBLEMS["mlp"], reduce="norm"))
     with pytest.raises(InvalidJob, match="reduce='gram'"):
         result.gram()
-    projected = submitted(twin, gradient_of(PROBLEMS["mlp"], reduce="projection", dim=4))
+    projected = twin.result_of(gradient_of(PROBLEMS["mlp"], reduce="projection", dim=4))
     with pytest.raises(InvalidJob, match="seed"):
         projected.projection(8)
     with pytest.raises(InvalidJob, match="PerSampleGradient"):
-        _ = submitted(twin, jacobian_of(PROBLEMS["mlp"])).losses
+        _ = twin.result_of(jacobian_of(PROBLEMS["mlp"])).losses
     with pytest.raises(InvalidInputs, match="cotangents"):
-        submitted(twin, jacobian_of(PROBLEMS["mlp"])).vjp(normal(3, 3))
+        twin.result_of(jacobian_of(PROBLEMS["mlp"])).vjp(normal(3, 3))
 
 
 @pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
@@ -438,12 +431,12 @@ def test_projections_by_a_matrix_do_not_depend_on_the_cut_into_shards(
 ) -> None:
     problem = PROBLEMS["mlp"]
     given: dict[str, Any] = {"reduce": "projection", "dim": 40, "kind": kind}
-    found = submitted(box, jacobian_of(problem, **given))
+    found = box.result_of(jacobian_of(problem, **given))
     assert found.manifest.projection_error == pytest.approx((2 / 40) ** 0.5)
     together = torch.cat([shard["0"] for shard in problem.shards])
     whole = Problem(problem.model, [{"0": together}])
-    assert close(found.projection(), submitted(box, jacobian_of(whole, **given)).projection())
-    rows = submitted(box, jacobian_of(problem))
+    assert close(found.projection(), box.result_of(jacobian_of(whole, **given)).projection())
+    rows = box.result_of(jacobian_of(problem))
     assert close(found.projection(), rows.projection(40, kind=kind))
 
 
@@ -459,20 +452,20 @@ def halves(problem: Problem) -> tuple[Problem, Problem]:
 @on_both_boxes("mlp", "convolutions", "tied embeddings")
 def test_products_with_the_rows_of_another_job(box: TestBox, name: str) -> None:
     train, test = halves(PROBLEMS[name])
-    earlier = submitted(box, gradient_of(test, form="factored"))
-    found = submitted(box, gradient_of(train, reduce="gram", against=earlier)).gram()
+    earlier = box.result_of(gradient_of(test, form="factored"))
+    found = box.result_of(gradient_of(train, reduce="gram", against=earlier)).gram()
     rows = [naive.flat(p.gradients(target_of(p)), 1) for p in (train, test)]
     assert close(found, rows[0] @ rows[1].T)
-    earlier = submitted(box, jacobian_of(test, form="auto"))
+    earlier = box.result_of(jacobian_of(test, form="auto"))
     J, other = naive.flat(train.jacobian()), naive.flat(test.jacobian())
-    result = submitted(box, jacobian_of(train, reduce="gram", against=earlier.manifest.job))
+    result = box.result_of(jacobian_of(train, reduce="gram", against=earlier.manifest.job))
     gram = torch.einsum("byp,czp->bycz", J, other)
     assert close(result.gram(), gram)
     assert result.manifest.against == earlier.manifest.job
     u = normal(*train.z()[0].shape, seed=3)
-    z_shape = submitted(box, jacobian_of(train, reduce="norm")).outputs["z"].shape
+    z_shape = box.result_of(jacobian_of(train, reduce="norm")).outputs["z"].shape
     vectors = u.view(z_shape)
-    pulled = submitted(box, jacobian_of(train, reduce="vjp", vectors=vectors, against=earlier))
+    pulled = box.result_of(jacobian_of(train, reduce="vjp", vectors=vectors, against=earlier))
     assert close(pulled.jvp(), torch.einsum("by,bycz->cz", u, gram))
 
 
@@ -482,8 +475,7 @@ def test_products_with_the_rows_of_another_group(box: TestBox, name: str) -> Non
     groups = {"train": train.shards, "test": test.shards}
     targets = {"train": target_of(train), "test": target_of(test)}
     given = {"model": train.model.__name__, "output": train.output, "precision": "fp64"}
-    result = submitted(
-        box,
+    result = box.result_of(
         PerSampleGradient(
             **given,
             inputs=groups,
@@ -501,18 +493,17 @@ def test_products_with_the_rows_of_another_group(box: TestBox, name: str) -> Non
     assert close(result.against_losses, distance(z, target_of(test)).detach())
     J, other = naive.flat(train.jacobian()), naive.flat(test.jacobian())
     gram = torch.einsum("byp,czp->bycz", J, other)
-    jacobian = submitted(box, Jacobian(**given, inputs=groups, reduce="gram", against="test"))
+    jacobian = box.result_of(Jacobian(**given, inputs=groups, reduce="gram", against="test"))
     assert close(jacobian.gram(), gram)
     assert close(jacobian.outputs["test"].flatten(1), z.detach())
     # The other way round: the group that comes first is the one that is kept.
     turned = Jacobian(**given, inputs=groups, reduce="gram_trace", against="train")
-    assert close(submitted(box, turned).gram_trace(), torch.einsum("bycy->cb", gram))
+    assert close(box.result_of(turned).gram_trace(), torch.einsum("bycy->cb", gram))
 
 
 def test_a_group_runs_under_its_own_random_streams(twin: TestBox) -> None:
     shard = PROBLEMS["tied embeddings"].shards[0]
-    result = submitted(
-        twin,
+    result = twin.result_of(
         Jacobian(
             model="transformer",
             inputs={"a": [shard], "b": [shard]},
@@ -550,8 +541,7 @@ def test_two_groups_that_do_not_fit_are_refused(
     targets = {"target": {"a": normal(4, 3), "b": normal(3, 3)}}
     told = {"loss_inputs": targets, "reduce": "gram"} | given
     with pytest.raises((InvalidInputs, InvalidJob, JobFailed)) as caught:
-        submitted(
-            twin,
+        twin.result_of(
             PerSampleGradient(
                 model="mlp", inputs={"a": [first], "b": others}, loss=distance, **told
             ),
@@ -572,14 +562,14 @@ def test_rows_that_cannot_be_multiplied_with_are_refused(
     box: TestBox, earlier: Any, wanted: str
 ) -> None:
     problem = PROBLEMS["mlp"]
-    against = "nobodys" if earlier is None else submitted(box, jacobian_of(problem, **earlier))
+    against = "nobodys" if earlier is None else box.result_of(jacobian_of(problem, **earlier))
     with pytest.raises((InvalidInputs, JobFailed), match=f"against: .*{wanted}"):
-        submitted(box, jacobian_of(problem, reduce="gram", against=against))
+        box.result_of(jacobian_of(problem, reduce="gram", against=against))
 
 
 def test_the_rows_of_somebody_else_are_as_good_as_none(box: TestBox) -> None:
     problem = PROBLEMS["mlp"]
-    theirs = submitted(box, jacobian_of(problem, form="factored"))
+    theirs = box.result_of(jacobian_of(problem, form="factored"))
     mine = jacobian_of(problem, reduce="gram", against=theirs)
     with box.client(box.other_token) as other, pytest.raises(InvalidInputs, match="of yours"):
         other.submit(mine)

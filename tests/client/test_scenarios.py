@@ -69,8 +69,7 @@ def slow_shards(num_shards: int) -> list[Tensor]:
 def test_a_job_returns_what_naive_code_computes(box: TestBox, name: str) -> None:
     case = CASES[name]()
     expected = naive(CASES[name]())
-    with box.client() as client:
-        result = client.submit(gradient_of(case, returns=("grads", "buffers"))).result(WAIT_S)
+    result = box.result_of(gradient_of(case, returns=("grads", "buffers")))
     assert result.loss == pytest.approx(expected.loss, rel=TOLERANCE)
     assert difference(result.grads, expected.grads) <= TOLERANCE
     assert list(result.names) == list(expected.grads)
@@ -112,15 +111,14 @@ def test_gradients_of_loss_inputs_and_loss_parameters_come_back_by_name(box: Tes
     shards = CASES["mlp"]().groups["z"]
     target = torch.full((3,), 0.3, dtype=torch.float64, requires_grad=True)
     loss = Weighted()
-    with box.client() as client:
-        gradient = Gradient(
-            model="mlp",
-            inputs=shards,
-            loss=loss,
-            loss_inputs={"target": target, "power": 2},
-            wrt=["4.bias"],
-        )
-        result = client.submit(gradient).result(WAIT_S)
+    gradient = Gradient(
+        model="mlp",
+        inputs=shards,
+        loss=loss,
+        loss_inputs={"target": target, "power": 2},
+        wrt=["4.bias"],
+    )
+    result = box.result_of(gradient)
     model = case_models.mlp()
     loss(torch.cat([model(shard["0"]) for shard in shards]), target, 2).backward()
     assert result.names[0] == "4.bias"
@@ -154,9 +152,8 @@ def test_weight_decay_spares_what_the_loss_does_not_reach(box: TestBox) -> None:
     pixels = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).double()
     local, remote = case_models.towers().eval(), case_models.towers()
     sum_of_squares(local(pixels)).backward()
-    with box.client() as client:
-        gradient = Gradient(model="towers", inputs=[pixels], loss=sum_of_squares)
-        client.submit(gradient).result(WAIT_S).apply_to(remote)
+    gradient = Gradient(model="towers", inputs=[pixels], loss=sum_of_squares)
+    box.result_of(gradient).apply_to(remote)
     for model in (local, remote):
         torch.optim.SGD(model.parameters(), weight_decay=0.1).step()
     for name, parameter in remote.named_parameters():
@@ -353,17 +350,16 @@ def test_tokenised_text_goes_through_a_pretrained_model(real: TestBox) -> None:
         name: [tokenizer(batch, padding=True, return_tensors="pt") for batch in batches]
         for name, batches in texts.items()
     }
-    with real.client() as client:
-        gradient = Gradient(
-            model="minilm",
-            inputs=towers,
-            output="last_hidden_state",
-            readout=mean_pooled,
-            loss=matched,
-            mode="train",
-            wrt="encoder.layer.5.*",
-        )
-        result = client.submit(gradient).result(WAIT_S)
+    gradient = Gradient(
+        model="minilm",
+        inputs=towers,
+        output="last_hidden_state",
+        readout=mean_pooled,
+        loss=matched,
+        mode="train",
+        wrt="encoder.layer.5.*",
+    )
+    result = real.result_of(gradient)
     model = AutoModel.from_pretrained(minilm.get_model_path()).to(DEVICE).train()
     pooled: dict[str, list[Tensor]] = {name: [] for name in towers}
     for group, (name, shards) in enumerate(towers.items()):

@@ -12,7 +12,6 @@ import gradbox_engine as engine
 from gradbox import (
     Forward,
     Gradient,
-    GradResult,
     InvalidInputs,
     InvalidJob,
     Penalty,
@@ -25,13 +24,7 @@ from tests.cases import CASES
 from tests.client import zoo
 from tests.oracle import TOLERANCE, difference
 
-WAIT_S = 120.0
 DOUBLE = torch.float64
-
-
-def submitted(box: TestBox, gradient: Gradient) -> GradResult:
-    with box.client() as client:
-        return client.submit(gradient).result(WAIT_S)
 
 
 def mean_square(z: Tensor) -> Tensor:
@@ -75,8 +68,8 @@ TERMS: dict[str, dict[str, Any]] = {
 def test_terms_of_a_job_are_those_of_the_engine(box: TestBox, name: str) -> None:
     shards, terms = shards_of("mlp"), {"mode": "train", "seed": 3, "retain": "auto"} | TERMS[name]
     returns = ("grads", "outputs", "cotangents")
-    result = submitted(
-        box, Gradient(model="mlp", inputs=shards, loss=mean_square, returns=returns, **terms)
+    result = box.result_of(
+        Gradient(model="mlp", inputs=shards, loss=mean_square, returns=returns, **terms)
     )
     given = terms | {
         "penalties": [
@@ -113,8 +106,8 @@ def test_terms_of_a_job_are_those_of_the_engine(box: TestBox, name: str) -> None
 def test_every_precision_is_stated_and_close(box: TestBox, precision: str) -> None:
     shards = [torch.randn(4, 3, generator=torch.Generator().manual_seed(i)) for i in range(3)]
     given = {"model": "tied", "inputs": shards, "loss": mean_square, "mode": "train"}
-    exact = submitted(box, Gradient(**given))
-    result = submitted(box, Gradient(**given, precision=precision))
+    exact = box.result_of(Gradient(**given))
+    result = box.result_of(Gradient(**given, precision=precision))
     assert result.manifest.precision == precision
     assert result.loss == pytest.approx(exact.loss, rel=0.02)
     assert all(gradient.dtype in (torch.float32, DOUBLE) for gradient in result.grads.values())
@@ -124,8 +117,8 @@ def test_outputs_alone_are_those_of_a_gradient_and_have_no_loss(box: TestBox) ->
     case = CASES["cnn in train"]()
     shards, returns = case.groups["z"], ("outputs", "buffers")
     given = {"model": case.model.__name__, "inputs": shards, "mode": "train", "returns": returns}
-    result = submitted(box, Forward(**given))
-    expected = submitted(box, Gradient(**given, loss=mean_square))
+    result = box.result_of(Forward(**given))
+    expected = box.result_of(Gradient(**given, loss=mean_square))
     assert result.outputs["z"].dtype == DOUBLE
     assert torch.equal(result.outputs["z"], expected.outputs["z"])
     assert result.buffers.keys() == expected.buffers.keys()
@@ -140,13 +133,13 @@ def test_outputs_alone_are_those_of_a_gradient_and_have_no_loss(box: TestBox) ->
 def test_gradients_of_inputs_without_a_floating_point_one_are_refused(box: TestBox) -> None:
     given = {"model": "transformer", "inputs": [torch.arange(8).reshape(2, 4)], "output": "hidden"}
     with pytest.raises(InvalidInputs, match="returns: expected a floating-point argument"):
-        submitted(box, Gradient(**given, loss=mean_square, returns=("grads", "input_grads")))
+        box.result_of(Gradient(**given, loss=mean_square, returns=("grads", "input_grads")))
 
 
 def test_asking_for_input_gradients_needs_no_wrt(box: TestBox) -> None:
     shards = shards_of("mlp")
-    result = submitted(
-        box, Gradient(model="mlp", inputs=shards, loss=mean_square, returns=("input_grads",))
+    result = box.result_of(
+        Gradient(model="mlp", inputs=shards, loss=mean_square, returns=("input_grads",))
     )
     assert len(result.input_grads) == len(shards)
     assert not result.grads
@@ -154,8 +147,8 @@ def test_asking_for_input_gradients_needs_no_wrt(box: TestBox) -> None:
 
 def test_one_group_may_go_by_any_name(box: TestBox) -> None:
     shards = shards_of("mlp")
-    named = submitted(box, Gradient(model="mlp", inputs={"texts": shards}, loss=mean_square))
-    plain = submitted(box, Gradient(model="mlp", inputs=shards, loss=mean_square))
+    named = box.result_of(Gradient(model="mlp", inputs={"texts": shards}, loss=mean_square))
+    plain = box.result_of(Gradient(model="mlp", inputs=shards, loss=mean_square))
     assert named.loss == plain.loss
 
 
@@ -172,8 +165,7 @@ def test_terms_that_do_not_fit_are_refused(
     box: TestBox, given: dict[str, object], says: str
 ) -> None:
     with pytest.raises(InvalidInputs, match=says):
-        submitted(
-            box,
+        box.result_of(
             Gradient(model="mlp", inputs=shards_of("mlp"), loss=mean_square, **given),
         )
 
@@ -188,8 +180,7 @@ def test_a_penalty_with_parameters_of_its_own_is_refused(box: TestBox) -> None:
             return (self.scale * tap).sum()
 
     with pytest.raises(InvalidInputs, match="held constant"):
-        submitted(
-            box,
+        box.result_of(
             Gradient(
                 model="mlp",
                 inputs=shards_of("mlp"),
@@ -202,8 +193,7 @@ def test_a_penalty_with_parameters_of_its_own_is_refused(box: TestBox) -> None:
 def test_an_untraceable_penalty_names_itself(box: TestBox) -> None:
     penalty = Penalty(at="0", loss=lambda tap: tap.sum().item())
     with pytest.raises(UntraceableLoss):
-        submitted(
-            box,
+        box.result_of(
             Gradient(model="mlp", inputs=shards_of("mlp"), loss=mean_square, penalties=[penalty]),
         )
 
@@ -213,7 +203,7 @@ def test_gradients_of_inputs_through_a_model_without_parameters(box: TestBox) ->
     expected, leaf = (x.clone().requires_grad_() for _ in range(2))
     mean_square(zoo.without_parameters()(expected)).backward()
     given = {"model": "without_parameters", "inputs": list(x.split(2)), "loss": mean_square}
-    result = submitted(box, Gradient(**given, returns=("grads", "input_grads")))
+    result = box.result_of(Gradient(**given, returns=("grads", "input_grads")))
     found = torch.cat([result.input_grads[f"z/{shard}/0"] for shard in range(2)])
     torch.testing.assert_close(found, expected.grad)
     with box.client() as client:

@@ -40,20 +40,18 @@ def test_the_state_of_a_model_with_tied_weights_is_laid_over(box: TestBox) -> No
     model = trained()
     assert {FIRST, SECOND} <= model.state_dict().keys()
     mean_square(model(TOKENS)["logits"]).backward()
-    with box.client() as client:
-        job = Gradient(**GIVEN, output="logits", loss=mean_square, weights=model.state_dict())
-        result = client.submit(job).result(WAIT_S)
+    job = Gradient(**GIVEN, output="logits", loss=mean_square, weights=model.state_dict())
+    result = box.result_of(job)
     assert difference(result.grads, {n: p.grad for n, p in model.named_parameters()}) <= TOLERANCE
 
 
 def test_the_second_name_alone_is_enough(twin: TestBox) -> None:
     given = {**GIVEN, "output": "logits", "loss": mean_square}
     weight = trained().state_dict()[FIRST]
-    with twin.client() as client:
-        first, second = (
-            client.submit(Gradient(**given, weights={name: weight}, wrt=name)).result(WAIT_S)
-            for name in (FIRST, SECOND)
-        )
+    first, second = (
+        twin.result_of(Gradient(**given, weights={name: weight}, wrt=name))
+        for name in (FIRST, SECOND)
+    )
     assert list(first.grads) == list(second.grads) == [FIRST]
     assert torch.equal(first.grads[FIRST], second.grads[FIRST])
 
@@ -64,8 +62,7 @@ def test_rows_are_selected_by_either_name(twin: TestBox) -> None:
         for cls, more in ((PerSampleGradient, {"loss": squares}), (Jacobian, {}))
         for name in (FIRST, "out")
     ]
-    with twin.client() as client:
-        rows = [client.submit(job).result(WAIT_S).grads for job in jobs]
+    rows = [twin.result_of(job).grads for job in jobs]
     assert [list(found) for found in rows] == [[FIRST]] * len(jobs)
     assert torch.equal(rows[0][FIRST][:], rows[1][FIRST][:])
     assert torch.equal(rows[2][FIRST][:], rows[3][FIRST][:])

@@ -28,7 +28,7 @@ from tests import case_models
 from tests.boxes import TestBox
 from tests.client.remote import NaiveModel
 from tests.client.test_mixed import mixed
-from tests.client.test_per_sample import PROBLEMS, gradient_of, normal, submitted
+from tests.client.test_per_sample import PROBLEMS, gradient_of, normal
 from tests.mixed_cases import MIXED_CASES
 
 FORMATS = {"bf16": ("BF16", 2.0**-8), "fp16": ("F16", 2.0**-11)}
@@ -62,7 +62,7 @@ def relative(found: Tensor, exact: Tensor) -> float:
 
 @pytest.mark.parametrize("transfer", FORMATS)
 def test_gradients_come_rounded_once_in_the_dtype_they_had(twin: TestBox, transfer: str) -> None:
-    exact, rounded = submitted(twin, job()), submitted(twin, job(transfer=transfer))
+    exact, rounded = twin.result_of(job()), twin.result_of(job(transfer=transfer))
     assert "loss_inputs.scale" in rounded.names
     for found, expected in ((rounded.grads, exact.grads), (rounded.input_grads, exact.input_grads)):
         assert list(found) == list(expected)
@@ -75,7 +75,7 @@ def test_gradients_come_rounded_once_in_the_dtype_they_had(twin: TestBox, transf
 
 @pytest.mark.parametrize("transfer", FORMATS)
 def test_the_receipt_states_the_rounding(twin: TestBox, transfer: str) -> None:
-    exact, rounded = submitted(twin, job()), submitted(twin, job(transfer=transfer))
+    exact, rounded = twin.result_of(job()), twin.result_of(job(transfer=transfer))
     errors = [relative(rounded.grads[name], exact.grads[name]) for name in exact.names]
     errors += [relative(rounded.input_grads[n], x) for n, x in exact.input_grads.items()]
     assert rounded.manifest.transfer == transfer
@@ -89,7 +89,7 @@ def test_gradients_are_within_the_rounding_of_the_oracle(twin: TestBox) -> None:
     model, scale = case_models.mlp().eval(), torch.tensor(1.7)
     squared(model(torch.cat(SHARDS)), scale).backward()
     for transfer, (_, bound) in FORMATS.items():
-        found = submitted(twin, job(transfer=transfer))
+        found = twin.result_of(job(transfer=transfer))
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None
             assert relative(found.grads[name], parameter.grad) < bound
@@ -97,7 +97,7 @@ def test_gradients_are_within_the_rounding_of_the_oracle(twin: TestBox) -> None:
 
 def test_the_file_holds_half_the_bytes(twin: TestBox, tmp_path: Path) -> None:
     for transfer, (tag, _) in FORMATS.items():
-        submitted(twin, job(transfer=transfer)).save(tmp_path / transfer)
+        twin.result_of(job(transfer=transfer)).save(tmp_path / transfer)
         header = read_header(tmp_path / transfer)
         gradients = [n for n in header.tensors if n.split("/")[0] in ("grads", "input_grads")]
         assert {header.tensors[name].dtype for name in gradients} == {tag}
@@ -111,7 +111,7 @@ def test_the_file_holds_half_the_bytes(twin: TestBox, tmp_path: Path) -> None:
 def test_numpy_alone_gives_the_same_numbers(
     twin: TestBox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transfer: str
 ) -> None:
-    result = submitted(twin, job(transfer=transfer))
+    result = twin.result_of(job(transfer=transfer))
     result.save(tmp_path / "result")
     expected = {name: np.asarray(result.grads[name]) for name in result.names}
     with twin.client() as client:
@@ -125,29 +125,29 @@ def test_numpy_alone_gives_the_same_numbers(
 
 def test_a_gradient_that_fp16_does_not_hold_stays_as_it_is(twin: TestBox) -> None:
     given = {"model": "mlp", "inputs": SHARDS, "loss": lambda z: 1e6 * z.square().sum()}
-    exact = submitted(twin, Gradient(**given))
-    rounded = submitted(twin, Gradient(**given, transfer="fp16"))
+    exact = twin.result_of(Gradient(**given))
+    rounded = twin.result_of(Gradient(**given, transfer="fp16"))
     beyond = [n for n in exact.names if exact.grads[n].abs().max() > 65504]
     assert beyond
     assert rounded.manifest.transfer_kept == beyond
     for name in beyond:
         assert torch.equal(rounded.grads[name], exact.grads[name])
-    assert submitted(twin, Gradient(**given, transfer="bf16")).manifest.transfer_kept == []
+    assert twin.result_of(Gradient(**given, transfer="bf16")).manifest.transfer_kept == []
 
 
 def test_what_16_bits_do_not_hold_at_all_is_bounded_by_one(twin: TestBox) -> None:
     tiny = Gradient(
         model="mlp", inputs=SHARDS, loss=lambda z: 1e-200 * z.square().sum(), transfer="bf16"
     )
-    rounded = submitted(twin, tiny)
+    rounded = twin.result_of(tiny)
     assert not any(gradient.any() for gradient in rounded.grads.values())
     assert rounded.manifest.transfer_error == pytest.approx(1.0)
 
 
 def test_rows_come_rounded_whole_and_in_slices(box: TestBox) -> None:
     problem = PROBLEMS["mlp"]
-    exact = submitted(box, gradient_of(problem))
-    rounded = submitted(box, gradient_of(problem, transfer="bf16"))
+    exact = box.result_of(gradient_of(problem))
+    rounded = box.result_of(gradient_of(problem, transfer="bf16"))
     rows = []
     for name in exact.names:
         expected = once(exact.grads[name], "bf16")
@@ -169,14 +169,14 @@ def test_rows_that_fp16_does_not_hold_end_the_job(twin: TestBox) -> None:
         transfer="fp16",
     )
     with pytest.raises(InvalidInputs, match=r"up to 65504, got .* use transfer='bf16'") as caught:
-        submitted(twin, given)
+        twin.result_of(given)
     assert isinstance(caught.value, JobFailed)
 
 
 def test_a_clipped_sum_is_rounded_and_its_norms_are_not(twin: TestBox) -> None:
     given: dict[str, Any] = {"reduce": "clipped_sum", "clip": 0.5}
-    exact = submitted(twin, gradient_of(PROBLEMS["mlp"], **given))
-    rounded = submitted(twin, gradient_of(PROBLEMS["mlp"], **given, transfer="bf16"))
+    exact = twin.result_of(gradient_of(PROBLEMS["mlp"], **given))
+    rounded = twin.result_of(gradient_of(PROBLEMS["mlp"], **given, transfer="bf16"))
     for name in exact.names:
         assert torch.equal(rounded.grads[name], once(exact.grads[name], "bf16"))
     assert torch.equal(rounded.norms(), exact.norms())
@@ -185,8 +185,7 @@ def test_a_clipped_sum_is_rounded_and_its_norms_are_not(twin: TestBox) -> None:
 def test_a_mixed_gradient_is_rounded(twin: TestBox) -> None:
     case = MIXED_CASES["mlp, cubic"]()
     exact, rounded = (
-        submitted(
-            twin,
+        twin.result_of(
             mixed(case, "mixed_inplace_mlp", returns=("grads", "dfdz"), transfer=transfer),
         )
         for transfer in ("exact", "bf16")
@@ -216,7 +215,7 @@ def test_where_nothing_is_rounded_it_is_refused(
     twin: TestBox, computation: Any, match: str
 ) -> None:
     with pytest.raises(InvalidJob, match=match):
-        submitted(twin, computation())
+        twin.result_of(computation())
 
 
 def test_weights_may_come_in_the_format_and_are_widened(twin: TestBox) -> None:
@@ -224,21 +223,21 @@ def test_weights_may_come_in_the_format_and_are_widened(twin: TestBox) -> None:
     halves = {name: p.detach().bfloat16() for name, p in model.named_parameters()}
     given = {"model": "mlp", "inputs": SHARDS, "loss": lambda z: z.square().sum()}
     wide = {name: half.double() for name, half in halves.items()}
-    exact = submitted(twin, Gradient(**given, weights=wide))
-    rounded = submitted(twin, Gradient(**given, weights=halves, transfer="bf16"))
+    exact = twin.result_of(Gradient(**given, weights=wide))
+    rounded = twin.result_of(Gradient(**given, weights=halves, transfer="bf16"))
     assert rounded.loss == exact.loss
     assert rounded.manifest.weights_widened == len(halves)
     with pytest.raises(JobFailed, match="bfloat16; convert it"):
-        submitted(twin, Gradient(**given, weights=halves))
+        twin.result_of(Gradient(**given, weights=halves))
     with pytest.raises(JobFailed, match="bfloat16; convert it"):
-        submitted(twin, Gradient(**given, weights=halves, transfer="fp16"))
+        twin.result_of(Gradient(**given, weights=halves, transfer="fp16"))
 
 
 def test_cotangents_bring_gradients_in_the_format(twin: TestBox) -> None:
-    forward = submitted(twin, Forward(model="mlp", inputs=SHARDS))
+    forward = twin.result_of(Forward(model="mlp", inputs=SHARDS))
     loss = Cotangents(torch.ones_like(forward.outputs["z"]), of=forward)
     exact, rounded = (
-        submitted(twin, Gradient(loss=loss, transfer=transfer)) for transfer in ("exact", "bf16")
+        twin.result_of(Gradient(loss=loss, transfer=transfer)) for transfer in ("exact", "bf16")
     )
     for name in exact.names:
         assert torch.equal(rounded.grads[name], once(exact.grads[name], "bf16"))

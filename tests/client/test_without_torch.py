@@ -12,8 +12,6 @@ import torch
 from gradbox import GradResult, Jacobian
 from tests.boxes import TestBox
 
-WAIT_S = 120.0
-
 READ = """
 import sys
 sys.modules["torch"] = None          # as where torch is not installed

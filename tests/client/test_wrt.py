@@ -11,7 +11,6 @@ from tests.boxes import TestBox
 from tests.client import zoo
 from tests.oracle import TOLERANCE, difference
 
-WAIT_S = 120.0
 X = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3)
 SHARDS = [{"x": X[:3], "y": X[:3] / 2}, {"x": X[3:], "y": X[3:] / 2}]
 
@@ -51,9 +50,8 @@ def test_an_odd_name_selects_what_is_called_so(
     loss = Scaled()
     whole = {n: torch.cat([shard[n] for shard in SHARDS]).requires_grad_() for n in "xy"}
     loss(model(**whole)).backward()
-    with twin.client() as client:
-        job = Gradient(model="oddly_named", inputs=SHARDS, loss=loss, wrt=wrt)
-        found = client.submit(job).result(WAIT_S)
+    job = Gradient(model="oddly_named", inputs=SHARDS, loss=loss, wrt=wrt)
+    found = twin.result_of(job)
     expected = {name: p.grad for name, p in model.named_parameters() if name in parameters}
     expected |= {"loss.scale": loss.scale.grad}
     assert difference(found.grads, expected) <= TOLERANCE
@@ -64,32 +62,29 @@ def test_an_odd_name_selects_what_is_called_so(
 
 @pytest.mark.parametrize("wrt", ["loss.*", "inputs.weight"])
 def test_all_inputs_asked_for_by_returns_are_no_parameters(twin: TestBox, wrt: str) -> None:
-    with twin.client() as client:
-        job = Gradient(
-            model="oddly_named",
-            inputs=SHARDS,
-            loss=lambda z: z.square().mean(),
-            wrt=wrt,
-            returns=("grads", "input_grads"),
-        )
-        found = client.submit(job).result(WAIT_S)
+    job = Gradient(
+        model="oddly_named",
+        inputs=SHARDS,
+        loss=lambda z: z.square().mean(),
+        wrt=wrt,
+        returns=("grads", "input_grads"),
+    )
+    found = twin.result_of(job)
     assert set(found.grads) == weights(wrt.partition(".")[0])
     assert set(found.input_grads) == {f"z/{i}/{name}" for i in range(2) for name in "xy"}
 
 
 def test_rows_are_those_of_the_module_called_inputs(twin: TestBox) -> None:
-    with twin.client() as client:
-        job = PerSampleGradient(
-            model="oddly_named", inputs=SHARDS, loss=lambda z: z.square().mean(1), wrt="inputs.*"
-        )
-        assert set(client.submit(job).result(WAIT_S).grads) == weights("inputs")
+    job = PerSampleGradient(
+        model="oddly_named", inputs=SHARDS, loss=lambda z: z.square().mean(1), wrt="inputs.*"
+    )
+    assert set(twin.result_of(job).grads) == weights("inputs")
 
 
 def test_a_name_that_the_loss_has_too_is_refused(twin: TestBox) -> None:
-    with twin.client() as client:
-        loss = nn.Sequential()
-        loss.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
-        loss.forward = lambda z: loss.weight * z.mean()
-        job = Gradient(model="oddly_named", inputs=SHARDS, loss=loss, wrt="loss.*")
-        with pytest.raises(InvalidInputs, match=r"got \['loss.weight'\]; name them otherwise"):
-            client.submit(job).result(WAIT_S)
+    loss = nn.Sequential()
+    loss.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
+    loss.forward = lambda z: loss.weight * z.mean()
+    job = Gradient(model="oddly_named", inputs=SHARDS, loss=loss, wrt="loss.*")
+    with pytest.raises(InvalidInputs, match=r"got \['loss.weight'\]; name them otherwise"):
+        twin.result_of(job)
