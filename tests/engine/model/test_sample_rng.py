@@ -21,6 +21,7 @@ from gradbox_engine import (
 )
 from tests import case_models
 from tests.cases import CASES, spread
+from tests.engine.per_sample.zoo import Written
 from tests.engine.replay.running import answer
 from tests.oracle import difference
 
@@ -143,26 +144,17 @@ def test_masks_drop_the_share_that_was_asked_for():
     assert agreement.fill_diagonal_(0.58).sub(0.58).abs().max() < 0.03  # 0.3² + 0.7²
 
 
-class _Twice(nn.Module):
-    """The same numbers dropped twice, by `drop`."""
-
-    def __init__(self, drop) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-        self.drop = drop
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([self.drop(x * self.scale) for _ in range(2)], dim=1)
-
-
 @pytest.mark.parametrize(
     "drop", [lambda x: F.dropout(x, 0.3), lambda x: torch.native_dropout(x, 0.3, True)[0]]
 )
 def test_each_operation_has_a_mask_of_its_own(drop):
     group = Group("z", [{"0": torch.ones(8, 5000)}])
-    first, second = (
-        set_outputs(_Twice(drop), [group], mode="train", streams="sample").outputs["z"].unbind(1)
+    twice = Written(
+        lambda m, x: torch.stack([drop(x * m.scale) for _ in range(2)], dim=1),
+        scale=nn.Parameter(torch.ones(())),
     )
+    found = set_outputs(twice, [group], mode="train", streams="sample")
+    first, second = found.outputs["z"].unbind(1)
     assert set(first.unique().tolist()) == {0.0, torch.tensor(1 / 0.7).item()}
     agreement = ((first == 0) == (second == 0)).double().mean(-1)
     assert agreement.sub(0.58).abs().max() < 0.03  # 0.3² + 0.7²
@@ -172,16 +164,6 @@ def test_groups_and_seeds_have_masks_of_their_own():
     case = CASES["two towers"]()
     first, second = (answer(case, streams="sample", seed=seed).grads for seed in (1, 2))
     assert difference(first, second) > 1e-3
-
-
-class _Foreign(nn.Module):
-    def __init__(self, draw) -> None:
-        super().__init__()
-        self.linear = nn.Linear(5, 3)
-        self.draw = draw
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) + self.draw(x)
 
 
 @pytest.mark.parametrize(
@@ -198,23 +180,18 @@ class _Foreign(nn.Module):
 )
 def test_what_cannot_be_keyed_by_sample_is_refused_by_name(draw, message):
     shards = [{"0": torch.ones(2, 5)}] * 2
+    model = Written(lambda m, x: m.linear(x) + draw(x), linear=nn.Linear(5, 3))
     with pytest.raises(SampleStreamRefused, match=message):
-        set_gradient(_Foreign(draw), [Group("z", shards)], Objective(torch.sum), streams="sample")
+        set_gradient(model, [Group("z", shards)], Objective(torch.sum), streams="sample")
 
 
 def test_checkpointing_that_draws_again_is_refused():
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.5), nn.Linear(5, 3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.block, x, use_reentrant=False)
-
+    block = nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.5), nn.Linear(5, 3))
+    model = Written(lambda m, x: checkpoint(m.block, x, use_reentrant=False), block=block)
     shards = [{"0": torch.ones(2, 5)}] * 2
     with pytest.raises(SampleStreamRefused, match="during a backward pass"):
         set_gradient(
-            Checkpointed(),
+            model,
             [Group("z", shards)],
             Objective(torch.sum),
             mode="train",
@@ -238,20 +215,13 @@ def test_arguments_without_samples_along_the_first_dimension():
         set_gradient(nn.Linear(5, 3), [Group("z", shards)], Objective(torch.sum), streams="sample")
 
 
-class _Kept(nn.Module):
-    """Keeps a whole sample with probability 1, as the first layer of a stochastic depth does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 3).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * x.new_empty(x.shape[0], 1).bernoulli_(1.0)
-
-
 def test_with_probability_one_everything_is_kept():
+    """As the first layer of a stochastic depth keeps whole samples."""
     shards = [{"0": torch.ones(size, 4, dtype=torch.float64)} for size in (3, 0, 2)]
     group, objective = Group("z", shards), Objective(torch.sum)
-    model = _Kept()
+    model = Written(
+        lambda m, x: m.linear(x) * x.new_empty(x.shape[0], 1).bernoulli_(1.0),
+        linear=nn.Linear(4, 3).double(),
+    )
     result = set_gradient(model, [group], objective, streams="sample", returns=("outputs",))
     assert torch.equal(result.outputs["z"], model.linear(torch.ones(5, 4, dtype=torch.float64)))

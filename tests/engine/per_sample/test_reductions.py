@@ -12,7 +12,7 @@ from gradbox_engine import shard_stream
 from gradbox_engine.per_sample import BadReduction, OtherShards, jacobian, per_sample_gradient
 from gradbox_factors import TERMS, Block, Factored
 from tests.engine.per_sample import naive
-from tests.engine.per_sample.zoo import build
+from tests.engine.per_sample.zoo import Written, build
 
 NAMES = [
     "linear",
@@ -257,20 +257,15 @@ def test_rows_by_other_parameters_are_refused() -> None:
         jacobian(model, [inputs], reduce="gram", against=earlier.factors)
 
 
-class Switched(nn.Module):
-    """A layer that a shard with a negative sum leaves out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head, self.side = nn.Linear(3, 2), nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(x) + self.side(x) if bool(x.sum() > 0) else self.head(x)
+def _switched(m: Any, x: Tensor) -> Tensor:
+    """A shard with a negative sum leaves a layer out."""
+    z: Tensor = m.head(x) + m.side(x) if bool(x.sum() > 0) else m.head(x)
+    return z
 
 
 def test_norms_of_a_layer_that_the_first_shard_leaves_out_have_the_range_of_float64() -> None:
     torch.manual_seed(0)
-    model = Switched().half()
+    model = Written(_switched, head=nn.Linear(3, 2), side=nn.Linear(3, 2)).half()
     x = torch.full((4, 3), 300.0, dtype=torch.float16)  # whose square float16 does not hold
     alone = jacobian(model, [{"x": x}], reduce="norm")
     after = jacobian(model, [{"x": -x}, {"x": x}], reduce="norm")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gradbox_engine import Group, Objective, set_gradient
 from gradbox_engine.replay import gradient_sums
+from tests.engine.per_sample.zoo import Written
 from tests.oracle import TOLERANCE, difference
 
 PLENTY = 10**9
@@ -29,14 +30,10 @@ class _BothAlike(torch.autograd.Function):
         return gradient, summed.view(-1), summed.view(-1)
 
 
-class _Alike(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.zeros(3, dtype=torch.float64))
-        self.b = nn.Parameter(torch.ones(3, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _BothAlike.apply(x.square(), self.a, self.b).sin()
+def _alike() -> nn.Module:
+    zeros, ones = (torch.full((3,), n, dtype=torch.float64) for n in (0.0, 1.0))
+    parts = {"a": nn.Parameter(zeros), "b": nn.Parameter(ones)}
+    return Written(lambda m, x: _BothAlike.apply(x.square(), m.a, m.b).sin(), **parts)
 
 
 class _Giving(torch.autograd.Function):
@@ -51,13 +48,12 @@ class _Giving(torch.autograd.Function):
         return gradient.view(gradient.shape)
 
 
-class _Weight(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.arange(6.0, dtype=torch.float64).view(2, 3))
+def _weight() -> nn.Parameter:
+    return nn.Parameter(torch.arange(6.0, dtype=torch.float64).view(2, 3))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return _Giving.apply(self.weight)
+
+def _weight_alone() -> nn.Module:
+    return Written(lambda m, x: _Giving.apply(m.weight), weight=_weight())
 
 
 class _Reusing(torch.autograd.Function):
@@ -77,13 +73,8 @@ class _Reusing(torch.autograd.Function):
         return None, torch.from_numpy(_Reusing.array)
 
 
-class _OnNumPy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.arange(6.0, dtype=torch.float64).view(2, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _Reusing.apply(x, self.weight)
+def _on_numpy() -> nn.Module:
+    return Written(lambda m, x: _Reusing.apply(x, m.weight), weight=_weight())
 
 
 class _Product(nn.Module):
@@ -93,7 +84,7 @@ class _Product(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.arange(6.0, dtype=torch.float64).view(2, 3))
+        self.weight = _weight()
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.expand(2, 3)
@@ -124,7 +115,7 @@ def _shards() -> list[Tensor]:
 
 
 @pytest.mark.parametrize("retain", [0, PLENTY])
-@pytest.mark.parametrize("kind", [_Alike, _Weight, _Forgetful])
+@pytest.mark.parametrize("kind", [_alike, _weight_alone, _Forgetful])
 def test_a_sum_has_memory_of_its_own(kind, retain):
     model = kind()
     outputs = [model(x) for x in _shards()]
@@ -150,8 +141,8 @@ def test_a_gradient_in_memory_of_another_library_is_copied(monkeypatch, counted,
     if not counted:
         monkeypatch.setattr(gradient_sums, "num_holders", lambda storage: None)
     shards = [{"0": x} for x in _shards()]
-    result = set_gradient(_OnNumPy(), [Group("z", shards)], Objective(_loss), retain=retain)
-    weight = _OnNumPy().weight.detach().requires_grad_()
+    result = set_gradient(_on_numpy(), [Group("z", shards)], Objective(_loss), retain=retain)
+    weight = _weight().detach().requires_grad_()
     _loss(torch.cat([x @ weight.T for x in _shards()])).backward()
     assert difference(result.grads, {"weight": weight.grad}) <= TOLERANCE
 

@@ -10,6 +10,7 @@ from gradbox_engine import BadInputs, Group, Objective, SetGradient, set_gradien
 from tests import case_models
 from tests.cases import CASES
 from tests.device import same_bits
+from tests.engine.per_sample.zoo import Written
 from tests.engine.replay.running import answer
 from tests.oracle import TOLERANCE, difference, naive
 
@@ -175,16 +176,8 @@ def test_order_puts_z_back_before_the_loss():
 def test_a_view_of_a_large_activation_does_not_keep_it():
     held = []
 
-    class Observing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x)[:, 0]
-
     result = set_gradient(
-        Observing(),
+        Written(lambda m, x: m.linear(x)[:, 0], linear=nn.Linear(4, 4)),
         [Group("z", [{"x": torch.ones(2, 50, 4)}] * 3)],
         Objective(torch.sum),
         returns=("outputs",),

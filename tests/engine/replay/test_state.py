@@ -14,6 +14,7 @@ from gradbox_engine.model.state.buffer_numbers import BufferNumbers
 from gradbox_engine.model.state.buffers import Buffers, Snapshot, packed, unpacked
 from gradbox_engine.model.state.stated import can_be_stated
 from tests.device import DEVICE
+from tests.engine.per_sample.zoo import Written
 from tests.oracle import TOLERANCE, difference
 from tests.stateful_models import Spiking, groups
 
@@ -72,34 +73,25 @@ def test_sparse_gradients_come_back_dense():
 
 
 def test_complex_parameters_have_gradients():
-    class Rotating(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.turn = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex128))
+    def rotating() -> nn.Module:
+        turn = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex128))
+        return Written(lambda m, x: torch.view_as_real(x[:, :2] * m.turn).flatten(1), turn=turn)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.view_as_real(x[:, :2] * self.turn).flatten(1)
-
-    model = Rotating()
+    model = rotating()
     _spread(torch.cat([model(shard["0"]) for shard in _shards()])).backward()
-    result = set_gradient(Rotating(), [Group("z", _shards())], Objective(_spread))
+    result = set_gradient(rotating(), [Group("z", _shards())], Objective(_spread))
     torch.testing.assert_close(result.grads["turn"], model.turn.grad)
 
 
 def test_gradients_that_share_memory_are_not_mixed_up():
-    class Sum(nn.Module):
-        """autograd hands both parameters the same gradient tensor, one of them as a view."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.square = nn.Parameter(torch.zeros(2, 2, dtype=torch.float64))
-            self.flat = nn.Parameter(torch.zeros(4, dtype=torch.float64))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (self.square.view(4) + self.flat) * x[:, :4]
-
+    # autograd hands both parameters the same gradient tensor, one of them as a view.
+    model = Written(
+        lambda m, x: (m.square.view(4) + m.flat) * x[:, :4],
+        square=nn.Parameter(torch.zeros(2, 2, dtype=torch.float64)),
+        flat=nn.Parameter(torch.zeros(4, dtype=torch.float64)),
+    )
     shards = _shards()
-    result = set_gradient(Sum(), [Group("z", shards)], Objective(torch.sum))
+    result = set_gradient(model, [Group("z", shards)], Objective(torch.sum))
     expected = torch.cat([shard["0"] for shard in shards])[:, :4].sum(0)
     torch.testing.assert_close(result.grads["flat"], expected)
     torch.testing.assert_close(result.grads["square"], expected.view(2, 2))
