@@ -306,7 +306,7 @@ def test_a_server_that_outlived_its_supervisor_is_replaced_while_it_loads(
     orphan = subprocess.Popen(embedded_redis._command(server_binary(), options))
     while not (tmp_path / "redis.sock").exists():
         time.sleep(0.01)
-    with pytest.raises(NoRedis, match="told to stop while"):
+    with pytest.raises(NoRedis, match="asked to stop while"):
         EmbeddedRedis.start(tmp_path, stopped=lambda: True)
     assert orphan.poll() is None
     server = EmbeddedRedis.start(tmp_path)

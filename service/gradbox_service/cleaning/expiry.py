@@ -100,7 +100,7 @@ def crowding(records: Records, *, may_go: Callable[[JobRecord], bool]) -> list[s
     """Return the ids of jobs that are to be forgotten, so that Redis takes less than its share.
 
     Args:
-        may_go: tells of a job whether nobody needs it any more.
+        may_go: returns of a job whether nobody needs it any more.
     """
     memory = records.memory()
     if memory.bound_bytes is None:

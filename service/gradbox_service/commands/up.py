@@ -15,7 +15,6 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from gradbox.errors import ServiceUnavailable
 from gradbox.settings import checked_url
 from gradbox_service.settings import (
     BadSettings,
@@ -67,7 +66,7 @@ BuildTimeout = Annotated[
     ),
 ]
 PublicUrl = Annotated[
-    str | None, typer.Option(metavar="URL", help="how others reach the box, to be told to them")
+    str | None, typer.Option(metavar="URL", help="how others reach the box, as they are shown")
 ]
 Wait = Annotated[
     bool,
@@ -108,59 +107,44 @@ def run(
     """Run the box until Ctrl-C or SIGTERM.
 
     Returns:
-        0 if it was told to stop (with --wait: if jobs can run), 1 if a part did not start, 2 if
+        0 if it was asked to stop (with --wait: if jobs can run), 1 if a part did not start, 2 if
         what was given cannot be used; with --exec what the command returned.
     """
     import uvicorn  # noqa: F401 - the service that is started needs it: better said at once
 
-    from gradbox_service.http.listening import CannotListen
     from gradbox_service.up import background
     from gradbox_service.up.box import Box
     from gradbox_service.up.console import say
-    from gradbox_service.up.data_folder import DataInUse
     from gradbox_service.up.devices import Cluster, spread
-    from gradbox_service.up.embedded_redis import NoRedis
-    from gradbox_service.up.processes import PartFailed, Script
+    from gradbox_service.up.processes import Script
 
     umask = make_files_private()
-    try:
-        _check_worker_packages(with_cluster=cluster is not None)
-        if wait and script is not None:
-            raise BadSettings("expected --wait or --exec, got both: --exec waits by itself")
-        public_url = None if public_url is None else checked_url(public_url)
-        settings = Settings.read(**given)
-        if os.environ.get("GRADBOX_REDIS_URL"):
-            say("GRADBOX_REDIS_URL is not used, up runs its own")
-        found = models_file(models, data=settings.data)
-        if wait:
-            again = ["--models", str(found), "--device", device]
-            again += [] if workers is None else ["--workers", str(workers)]
-            again += [] if public_url is None else ["--public-url", public_url]
-            again += [] if build_timeout_s is None else ["--build-timeout-s", str(build_timeout_s)]
-            again += [] if cluster is None else ["--cluster", cluster]
-            again += arguments_of(settings, leave_out=NOT_OURS)
-            return background.start(again, settings=settings)
-        box = Box(
-            settings,
-            models_file=found,
-            devices=["cluster"] * (workers or 0)
-            if cluster
-            else spread(device, num_workers=workers),
-            build_timeout_s=build_timeout_s,
-            cluster=None if cluster is None else Cluster(cluster, device=device),
-            public_url=public_url,
-            script=None if script is None else Script(script, umask=umask),
-        )
-        return box.run()
-    except (BadSettings, CannotListen, DataInUse, ServiceUnavailable) as error:
-        say(str(error))
-        return 2
-    except NoRedis as error:
-        say(str(error))
-        return 1
-    except PartFailed as error:
-        say(str(error))
-        return error.exit_code
+    _check_worker_packages(with_cluster=cluster is not None)
+    if wait and script is not None:
+        raise BadSettings("expected --wait or --exec, got both: --exec waits by itself")
+    public_url = None if public_url is None else checked_url(public_url)
+    settings = Settings.read(**given)
+    if os.environ.get("GRADBOX_REDIS_URL"):
+        say("GRADBOX_REDIS_URL is not used, up runs its own")
+    found = models_file(models, data=settings.data)
+    if wait:
+        again = ["--models", str(found), "--device", device]
+        again += [] if workers is None else ["--workers", str(workers)]
+        again += [] if public_url is None else ["--public-url", public_url]
+        again += [] if build_timeout_s is None else ["--build-timeout-s", str(build_timeout_s)]
+        again += [] if cluster is None else ["--cluster", cluster]
+        again += arguments_of(settings, leave_out=NOT_OURS)
+        return background.start(again, settings=settings)
+    box = Box(
+        settings,
+        models_file=found,
+        devices=["cluster"] * (workers or 0) if cluster else spread(device, num_workers=workers),
+        build_timeout_s=build_timeout_s,
+        cluster=None if cluster is None else Cluster(cluster, device=device),
+        public_url=public_url,
+        script=None if script is None else Script(script, umask=umask),
+    )
+    return box.run()
 
 
 def _check_worker_packages(*, with_cluster: bool) -> None:

@@ -1,7 +1,7 @@
-"""Draws the picture of the box: when something changed, and only while somebody looks.
+"""Reads the picture of the box: when something changed, and only while somebody looks.
 
-All who look share one picture, and so one set of reads: the first who wants a newer one draws it.
-What changed is learnt from the one reader of the box's changes (`http.event_hub`), which tells
+All who look share one picture, and so one set of reads: the first who wants a newer one reads it.
+What changed is learnt from the one reader of the box's changes (`http.event_hub`), which calls
 `Board.note`. Only records that changed are read again, and everything every few seconds, for what
 no event says: a worker that fell silent, an event that was lost while Redis was away.
 """
@@ -42,7 +42,7 @@ MANY: Final = 50
 
 
 class Source:
-    """The box as it was last read. Only one thread at a time may draw."""
+    """The box as it was last read. Only one thread at a time may read."""
 
     def __init__(self, box: Backing) -> None:
         self._box = box
@@ -50,7 +50,7 @@ class Source:
         self._views: dict[tuple[str, str], ModelView] = {}
         self._started: frozenset[tuple[str, float]] = frozenset()
 
-    def draw(self, changed: Collection[str], everything: bool) -> Picture:
+    def read(self, changed: Collection[str], everything: bool) -> Picture:
         """Read what changed, and return the picture.
 
         Args:
@@ -111,11 +111,11 @@ class Board:
     def __init__(self, box: Backing) -> None:
         self._source = Source(box)
         self._picture: Picture | None = None
-        self._drawn_at = -math.inf
-        self._read_at = -math.inf  # when everything was read
+        self._pictured_at = -math.inf
+        self._all_read_at = -math.inf  # when everything was read
         self._noted: set[str] = set()
         self._changed = False
-        self._drawing = asyncio.Lock()
+        self._reading = asyncio.Lock()
         self._viewers: set[asyncio.Event] = set()
         self._closed = False
 
@@ -142,9 +142,9 @@ class Board:
         Raises:
             redis.RedisError: the records cannot be read.
         """
-        async with self._drawing:
+        async with self._reading:
             if self._picture is None or self._changed or self._old:
-                return await self._draw()
+                return await self._read()
             return self._picture
 
     async def pictures(self) -> AsyncIterator[Picture]:
@@ -159,7 +159,7 @@ class Board:
         finally:
             self._viewers.discard(woken)
             if not self._viewers:
-                self._read_at = -math.inf  # from now on nothing is noted
+                self._all_read_at = -math.inf  # from now on nothing is noted
 
     async def _after(self, seen: Picture, woken: asyncio.Event) -> Picture | None:
         """Wait for a picture after `seen`; None on `close`."""
@@ -167,7 +167,7 @@ class Board:
             if self._picture is not seen:
                 return self._picture
             with suppress(TimeoutError):
-                await asyncio.wait_for(woken.wait(), self._read_at + REREAD_S - _now())
+                await asyncio.wait_for(woken.wait(), self._all_read_at + REREAD_S - _now())
             woken.clear()
             try:
                 await self._renew(seen)
@@ -177,28 +177,28 @@ class Board:
         return None
 
     async def _renew(self, seen: Picture) -> None:
-        """Draw a picture if `seen` is the newest and something has changed since."""
-        async with self._drawing:
+        """Read a picture if `seen` is the newest and something has changed since."""
+        async with self._reading:
             if self._picture is seen and not self._closed and (self._changed or self._old):
-                await asyncio.sleep(self._drawn_at + PACE_S - _now())
-                await self._draw()
+                await asyncio.sleep(self._pictured_at + PACE_S - _now())
+                await self._read()
 
-    async def _draw(self) -> Picture:
+    async def _read(self) -> Picture:
         noted, self._noted, self._changed = self._noted, set(), False
         everything = self._old or len(noted) > MANY
-        read_at, self._read_at = self._read_at, -math.inf  # if it fails, read everything next time
+        all_read_at, self._all_read_at = self._all_read_at, -math.inf  # if it fails
         picture = await anyio.to_thread.run_sync(
-            self._source.draw, frozenset() if everything else noted, everything
+            self._source.read, frozenset() if everything else noted, everything
         )
-        self._picture, self._drawn_at = picture, _now()
+        self._picture, self._pictured_at = picture, _now()
         if self._viewers:
-            self._read_at = _now() if everything else read_at
+            self._all_read_at = _now() if everything else all_read_at
         self._wake()
         return picture
 
     @property
     def _old(self) -> bool:
-        return _now() - self._read_at >= REREAD_S
+        return _now() - self._all_read_at >= REREAD_S
 
     def _wake(self) -> None:
         for woken in self._viewers:

@@ -64,7 +64,7 @@ class Picture:
 
 
 def key_of(job_id: str) -> str:
-    """Return what tells a job from others where its id is not to be known."""
+    """Return what a job is known by where its id is not to be known."""
     return hashlib.sha256(job_id.encode()).hexdigest()[:KEY_LENGTH]
 
 

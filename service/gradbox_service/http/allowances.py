@@ -40,7 +40,7 @@ class OpenRequests:
         """Count none yet.
 
         Args:
-            what: the kind, as a refusal is to call it; `advice`: what it tells to do instead.
+            what: the kind, as a refusal is to call it; `advice`: what to do instead.
         """
         self._limit = limit
         self._what = what

@@ -28,7 +28,7 @@ from gradbox_service.http.problems import MEDIA_TYPE, plain_problem
 from gradbox_service.settings import KIB
 
 # The least that moves within `body_timeout_s`: about 1 KiB a second, which no line is too slow for.
-# Of an answer it may have to be more: the kernel tells in steps (`listening.UNSENT_BYTES`).
+# Of an answer it may have to be more: the kernel reports in steps (`listening.UNSENT_BYTES`).
 LEAST_BYTES: Final = 64 * KIB
 
 # A refused connection is read for this long and then closed: closed at once, the kernel would
@@ -80,8 +80,8 @@ class BoundedProtocol(HttpToolsProtocol):
         transport.set_write_buffer_limits(high=1)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for cycle in self._unanswered:  # uvicorn tells the last one alone
-            _tell_gone(cycle)
+        for cycle in self._unanswered:  # uvicorn lets the last one alone know
+            _disconnect(cycle)
         super().connection_lost(exc)
 
     def resume_writing(self) -> None:
@@ -186,7 +186,7 @@ class BoundedProtocol(HttpToolsProtocol):
             if self._unanswered[0].response_started or self.pipeline:
                 self.transport.close()
                 return
-            _tell_gone(self._unanswered[0])  # what the app answers goes nowhere
+            _disconnect(self._unanswered[0])  # what the app answers goes nowhere
         text = plain_problem(status, code, detail).model_dump_json(exclude_none=True).encode()
         head = (
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: {MEDIA_TYPE}\r\n"
@@ -196,7 +196,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.loop.call_later(LINGER_S, self.transport.close)
 
 
-def _tell_gone(cycle: RequestResponseCycle) -> None:
-    """Have the app hear that its client has left."""
+def _disconnect(cycle: RequestResponseCycle) -> None:
+    """Let the app know that its client has left."""
     cycle.disconnected = True
     cycle.message_event.set()

@@ -33,7 +33,7 @@ def bind(host: str, port: int) -> socket.socket:
     found = socket.socket(family, socket.SOCK_STREAM)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     # Its connections have the same. By itself the kernel takes some MB that a client does not read
-    # yet, and tells of a slow one that goes on reading only when it has read a third of them.
+    # yet, and reports a slow one that goes on reading only when it has read a third of them.
     found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
     try:
         found.bind((host, port))

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
 RETRY_AFTER_S = 2
-# Longer than clients wait unless they are told to: they are to hear of it at once.
+# Longer than clients wait unless they are asked to: they are to know at once.
 RETRY_AFTER_LONG_S: Final[Mapping[type[GradboxError], int]] = {BoxDraining: 120}
 
 

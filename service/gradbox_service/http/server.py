@@ -77,7 +77,7 @@ def serve(
     _allow_connections()
     app = create_app(settings)
     settings.make_data_folder()
-    with suppress(OSError):  # `gradbox storage` then tells by its own settings
+    with suppress(OSError):  # `gradbox storage` then goes by its own settings
         settings.note()
     try:
         Revocations(settings.data).prepare()
@@ -102,7 +102,7 @@ def _allow_connections() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with suppress(ValueError, OSError):  # macOS has a lower limit that it does not tell
+        with suppress(ValueError, OSError):  # macOS has a lower limit that it does not report
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 

@@ -1,6 +1,6 @@
 """Bearer tokens: made here, shown once, stored as their hash.
 
-A token has 256 random bits, so a plain SHA-256 cannot be searched, and looking the hash up tells
+A token has 256 random bits, so a plain SHA-256 cannot be searched, and looking the hash up reveals
 nothing about the token by its timing.
 
 A token can be revoked while Redis refuses changes: see `revocations`.

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Final
@@ -74,7 +74,7 @@ class Box:
         self._parts: list[Part] = []
 
     def run(self) -> int:
-        """Start everything, keep it running, and stop it in order when told to.
+        """Start everything, keep it running, and stop it in order when asked to.
 
         Returns:
             0, or the exit code of the script.
@@ -155,7 +155,7 @@ class Box:
         return 0 if self._script is None else self._script.stop()
 
     def _start_cluster(self, cluster: Cluster, stack: ExitStack) -> int:
-        """Start the head of the cluster; return how many devices it has, 0 if told to stop."""
+        """Start the head of the cluster; return how many devices it has, 0 if asked to stop."""
         head = cluster.part(data=self._data, models_file=self._models_file)
         stack.callback(self._stop_parts, [head], within_s=CLUSTER_STOP_S)
         say(f"starting a cluster; its log is {head.log}")
@@ -208,7 +208,7 @@ class Box:
         return range(num_workers, wanted)
 
     def _until(self, why_not: Callable[[], str | None], *, before: str) -> bool:
-        """Wait until nothing is waited for any more; False if told to stop before.
+        """Wait until nothing is waited for any more; False if asked to stop before.
 
         Args:
             why_not: returns what is waited for.
@@ -230,9 +230,10 @@ class Box:
         return False
 
     def _wait(self) -> bool:
-        """Wait a moment, and keep the logs short; False if told to stop."""
+        """Wait a moment, and keep the logs short; False if asked to stop."""
         for log in (self._data / "logs" / LOG, *(part.log for part in self._parts)):
-            rotate(log)
+            with suppress(OSError):  # the box matters more than its logs
+                rotate(log)
         return not self._stop.wait(LOOK_S)
 
     def _say_ready(self, url: str, redis_url: str) -> None:

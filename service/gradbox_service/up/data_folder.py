@@ -33,6 +33,7 @@ class DataInUse(GradboxError):
 
     code = "data-in-use"
     title = "The data folder is in use"
+    category = "user"
 
 
 def lock_folder(data: Path) -> int:

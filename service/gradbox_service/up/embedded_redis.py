@@ -277,7 +277,7 @@ def _stop_orphan(url: str, stopped: Callable[[], bool]) -> None:
     with closing(connect(url, retries=0)) as connection:
         while (state := _state(connection)) == "loading":  # and takes no SHUTDOWN
             if stopped():
-                raise NoRedis(f"told to stop while an earlier Redis at {url} reads its records")
+                raise NoRedis(f"asked to stop while an earlier Redis at {url} reads its records")
             time.sleep(LOOK_S)
         if state == "nothing":
             return

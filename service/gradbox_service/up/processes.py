@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from gradbox.cli.exits import WRONG_USAGE
 from gradbox.errors import GradboxError
 
 _PR_SET_PDEATHSIG = 1
@@ -51,26 +52,17 @@ def die_with_parent(number: signal.Signals | None) -> Callable[[], None] | None:
 
 
 class PartFailed(GradboxError):
-    """A part ended before jobs could run.
-
-    Attributes:
-        exit_code: what `gradbox up` ends with: 2 if the part said wrong usage, else 1.
-    """
+    """A part ended before jobs could run; it is the user's to mend if it said wrong usage."""
 
     code = "part-failed"
     title = "A part of the box did not start"
 
-    def __init__(self, message: str, *, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
-
     @classmethod
     def of(cls, part: Part, what: str, *, code: int) -> PartFailed:
         """Say of a part how it ended, with its last lines."""
-        return cls(
-            f"{part.name} {what}. Its last lines (all of them: {part.log}):\n{part.tail()}",
-            exit_code=2 if code == 2 else 1,
-        )
+        found = cls(f"{part.name} {what}. Its last lines (all of them: {part.log}):\n{part.tail()}")
+        found.category = "user" if code == WRONG_USAGE else "server"
+        return found
 
 
 class Part:
