@@ -73,7 +73,10 @@ class Tokens:
         Raises:
             BadTokenName: see `check_name`.
         """
-        token, digest, info = _fresh(name, admin=admin)
+        check_name(name)
+        token = PREFIX + secrets.token_urlsafe(32)
+        digest = digest_of(token)
+        info = TokenInfo(id=digest[:ID_LENGTH], name=name, created_s=time.time(), admin=admin)
         pipe = self._redis.pipeline()
         pipe.hset(TOKENS, digest, info.model_dump_json())
         self._commands.run(pipe, where={})
@@ -89,7 +92,8 @@ class Tokens:
         Raises:
             NotRevoked: neither Redis nor the disk takes it.
         """
-        found = [digest for digest, info in self._all().items() if _named(info, name_or_id)]
+        known = self._all().items()
+        found = [digest for digest, info in known if name_or_id in (info.name, info.id)]
         if not found:
             return 0
         try:
@@ -143,11 +147,6 @@ def digest_of(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
-def token_id(token: str) -> str:
-    """Return the id by which a token is listed and revoked."""
-    return digest_of(token)[:ID_LENGTH]
-
-
 def check_name(name: str) -> None:
     """Refuse a name that would be hard to read in a listing.
 
@@ -159,18 +158,6 @@ def check_name(name: str) -> None:
             f"a token's name has 1 to 100 printable characters and no space, got {name[:120]!r}; "
             "use a person's name or address"
         )
-
-
-def _fresh(name: str, *, admin: bool) -> tuple[str, str, TokenInfo]:
-    check_name(name)
-    token = PREFIX + secrets.token_urlsafe(32)
-    digest = digest_of(token)
-    info = TokenInfo(id=token_id(token), name=name, created_s=time.time(), admin=admin)
-    return token, digest, info
-
-
-def _named(info: TokenInfo, name_or_id: str) -> bool:
-    return name_or_id in (info.name, info.id)
 
 
 def _read(text: bytes) -> TokenInfo | None:
