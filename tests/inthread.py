@@ -59,11 +59,11 @@ class InThreadWorker:
         self._settings = DeviceSettings(
             models_file=models_file, data=results.path("x", attempt=1).parent.parent, device=device
         )
-        self._name, self._records, self._fleet = name, records, fleet
+        self._name, self._records, self._turns, self._fleet = name, records, turns, fleet
         self._announcer = Announcer(fleet, name=name)
         self._orders, self._step = Orders(), LastStep()
         self._runner = TurnRunner(
-            Attempts(records, results, name),
+            Attempts(records, turns, results, name),
             self._opened(),
             self._orders,
             self._step,
@@ -100,7 +100,7 @@ class InThreadWorker:
         while not self._ended.wait(LOOK_S):
             self._announcer.announce("idle")
             self._reload_if_asked()
-            held = self._records.held(self._name)
+            held = self._turns.held(self._name)
             if held is None:
                 continue
             if watch is None or watch.held != held:

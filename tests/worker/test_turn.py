@@ -87,7 +87,13 @@ def runner(
     orders = Orders()
     orders.last = orders.leaving = leaving
     return TurnRunner(
-        Attempts(box.backing.records, box.backing.results, "w", leaving=lambda: leaving),
+        Attempts(
+            box.backing.records,
+            box.backing.turns,
+            box.backing.results,
+            "w",
+            leaving=lambda: leaving,
+        ),
         ScriptedDevice(script),
         orders,
         LastStep(),
@@ -97,7 +103,7 @@ def runner(
 
 def watch_of(box: Box) -> AttemptWatch:
     """Return the worker's watch of what its device has in hand."""
-    held = box.backing.records.held("w")
+    held = box.backing.turns.held("w")
     assert held is not None
     return AttemptWatch(box.backing.records, held, patience=PATIENCE)
 
@@ -271,14 +277,14 @@ def test_an_order_to_look_stops_no_job_that_may_go_on(box: Box) -> None:
 
 def test_what_the_device_has_in_hand_is_noted_while_the_attempt_runs(box: Box) -> None:
     job = box.submit(box.spec(shards_of(1)))
-    records = box.backing.records
+    turns = box.backing.turns
 
     def script(work: Work, supervision: Supervision) -> Outcome:
-        assert records.held("w") == Turn(job, 1)
+        assert turns.held("w") == Turn(job, 1)
         return writes_result(work, supervision)
 
     assert runner(box, script).run(job) == "done"
-    assert records.held("w") is None
+    assert turns.held("w") is None
 
 
 def test_a_job_that_does_not_stop_in_time_is_overdue(
@@ -396,7 +402,7 @@ def test_what_a_superseded_attempt_finishes_is_thrown_away(box: Box) -> None:
 
     turn = runner(box, script)
     assert turn.run(job) == "skipped"
-    assert box.backing.records.held("w") is None
+    assert box.backing.turns.held("w") is None
     assert not box.backing.results.path(job, attempt=1).exists()
     assert (box.record(job).state, box.record(job).worker) == (JobState.RUNNING, "other")
 

@@ -16,6 +16,7 @@ from gradbox.protocol import DeviceMemory, ModelBuild, ModelView
 from gradbox_service.database.conditional_commands import ConditionalCommands
 from gradbox_service.database.refusals import unless_refused
 from gradbox_service.jobs import changes
+from gradbox_service.jobs.turns import held_key
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class WorkerPresence(BaseModel):
     building: ModelBuild | None = None
 
     def busy_with(self, held: bytes) -> WorkerPresence:
-        """Return it with the job that its device has in hand, see `Records.held`."""
+        """Return it with the job that its device has in hand, see `Turns.held`."""
         job = held.decode().rpartition(" ")[0]
         state = "busy" if self.state == "idle" else self.state
         return self.model_copy(update={"state": state, "job": job})
@@ -124,7 +125,7 @@ class Fleet:
     def workers(self) -> Sequence[WorkerPresence]:
         """Return the live workers by name."""
         names = sorted(n.decode() for n in cast("set[bytes]", self._redis.smembers(WORKERS)))
-        keys = [_presence_key(name) for name in names] + [changes.held_key(name) for name in names]
+        keys = [_presence_key(name) for name in names] + [held_key(name) for name in names]
         texts = cast("list[bytes | None]", self._redis.mget(keys)) if keys else []
         found, held = texts[: len(names)], texts[len(names) :]
         gone = [name for name, text in zip(names, found, strict=True) if text is None]

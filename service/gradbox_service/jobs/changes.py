@@ -22,6 +22,7 @@ from gradbox_service.accounting import usage
 from gradbox_service.jobs.charges import charge_of
 from gradbox_service.jobs.damaged import read_record
 from gradbox_service.jobs.record import JobRecord, QueuePosition
+from gradbox_service.jobs.turns import held_key
 
 log = logging.getLogger(__name__)
 
@@ -272,7 +273,3 @@ def posted_key(owner: str, idempotency_key: str) -> str:
 
 def lease_key(job_id: str, attempt: int) -> str:
     return f"gradbox:lease:{job_id}:{attempt}"
-
-
-def held_key(worker: str) -> str:
-    return f"gradbox:held:{worker}"

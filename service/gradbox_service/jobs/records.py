@@ -181,6 +181,7 @@ class Records:
         *,
         lease_s: float | None = None,
         holder: str | None = None,
+        since: JobRecord | None = None,
     ) -> JobRecord | None:
         """Apply `transition` to the newest record and append the event, as one transaction.
 
@@ -190,14 +191,15 @@ class Records:
             transition: may be called several times, so it must be pure.
             lease_s: also grant the resulting attempt a lease of this length; used with `begin`.
             holder: also note that the device of this worker has the attempt in hand, while it runs.
+            since: the record as last seen, which is read again only if it has changed since.
 
         Returns:
             The new record; None if there is no such job or the transition does not apply.
         """
         while True:
-            text = cast("bytes | None", self._redis.get(job_key(job_id)))
-            before = self._read(job_id, text)
-            after = transition(before) if before else None
+            text = since.to_json() if since else self._redis.get(job_key(job_id))
+            before = since or self._read(job_id, cast("bytes | None", text))
+            since, after = None, transition(before) if before else None
             if after is None:
                 return None
             pipe = self._redis.pipeline()
@@ -206,7 +208,7 @@ class Records:
                 changes.grant(pipe, job_id, attempt=after.attempt, lease_s=lease_s)
             if holder is not None:
                 changes.hold(pipe, holder, after)
-            if self._commands.run(pipe, where={job_key(job_id): text or b""}):
+            if self._commands.run(pipe, where={job_key(job_id): cast("bytes", text)}):
                 return after
 
     def beat(self, job_id: str, *, attempt: int, lease_s: float) -> JobRecord | None:
@@ -220,20 +222,6 @@ class Records:
         changes.grant(pipe, job_id, attempt=attempt, lease_s=lease_s)
         self._commands.run(pipe, where={})
         return self.get(job_id)
-
-    def held(self, worker: str) -> Turn | None:
-        """Return the turn that a worker's device has in hand, whoever may have its job by now."""
-        found = cast("bytes | None", self._redis.get(changes.held_key(worker)))
-        if found is None:
-            return None
-        job_id, _, attempt = found.decode().rpartition(" ")
-        return Turn(job_id, int(attempt))
-
-    def let_go(self, worker: str) -> None:
-        """Note that the device of a worker has nothing in hand any more."""
-        pipe = self._redis.pipeline()
-        pipe.delete(changes.held_key(worker))
-        self._commands.run(pipe, where={})
 
     def leased(self, job_id: str, *, attempt: int) -> bool:
         """Return whether the attempt's lease has not run out."""

@@ -86,6 +86,20 @@ class Turns:
             log.error("the queue %s has %r, which is no turn, and is left out", QUEUE, rq_id)
         return turn
 
+    def held(self, worker: str) -> Turn | None:
+        """Return the turn that a worker's device has in hand, whoever may have its job by now."""
+        found = cast("bytes | None", self._redis.get(held_key(worker)))
+        job_id, _, attempt = (found or b"").decode().rpartition(" ")
+        return None if found is None else Turn(job_id, int(attempt))
+
+    def let_go(self, worker: str) -> None:
+        """Note that a worker's device has nothing in hand any more."""
+        self._redis.delete(held_key(worker))
+
+
+def held_key(worker: str) -> str:
+    return f"gradbox:held:{worker}"
+
 
 def turn_of(rq_id: str) -> Turn | None:
     """Return the turn that RQ's job is; None for one that `feed` did not make."""

@@ -118,11 +118,12 @@ def serve(start: Start, orders: Orders, open_device: Opening) -> None:
         notes.note(problem=device.problem.detail)
         return
     gc.freeze()  # what has been imported
-    turns = start.turns
+    turns = Turns(connection)
     attempts = Attempts(
         Records(connection),
-        result_store(start.settings.data, reserve_bytes=turns.disk_reserve_bytes),
-        turns.worker,
+        turns,
+        result_store(start.settings.data, reserve_bytes=start.turns.disk_reserve_bytes),
+        start.turns.worker,
         leaving=lambda: orders.leaving,
     )
     runner = TurnRunner(
@@ -130,12 +131,12 @@ def serve(start: Start, orders: Orders, open_device: Opening) -> None:
         device,
         orders,
         LastStep(start.step_fd),
-        lease_s=turns.lease_s,
+        lease_s=start.turns.lease_s,
         fleet=fleet,
     )
     notes.note_device("ready", device)
     take_turns(
-        Turns(connection),
+        turns,
         runner,
         when_quiet=partial(import_for_jobs, start.settings.models_file),
     )

@@ -33,7 +33,7 @@ from gradbox.protocol import CotangentsLoss, GradientSpec, JobSpec, JobState, Pr
 from gradbox_service.database.refusals import store_refuses
 from gradbox_service.fleet import Fleet
 from gradbox_service.fleet.workers import may_be_run
-from gradbox_service.jobs import JobRecord, Records, Transition
+from gradbox_service.jobs import JobRecord, Records, Transition, Turns
 from gradbox_service.store import ResultStore
 from gradbox_worker.device.last_step import LastStep
 from gradbox_worker.device.orders import Orders
@@ -51,10 +51,11 @@ class Attempts:
     """Begins and ends attempts at jobs, on behalf of one worker.
 
     With the record of an attempt that begins goes a note that the worker's device has it in hand
-    (`Records.held`), and with one that ends that it has not.
+    (`Turns.held`), and with one that ends that it has not.
     """
 
     records: Records
+    turns: Turns
     results: ResultStore
     worker: str  # its name
     leaving: Callable[[], bool] = lambda: False  # whether it was asked to end
@@ -98,7 +99,7 @@ class Attempts:
                     JobRecord.requeue, attempt=record.attempt, reason=KILLED, now_s=time.time()
                 )
                 self._end(record, lose)
-        self.records.let_go(self.worker)
+        self.turns.let_go(self.worker)
 
     def _is_ours(self, record: JobRecord) -> bool:
         return record.state is JobState.RUNNING and record.worker == self.worker
@@ -108,9 +109,11 @@ class Attempts:
         after = None
         if transition is not None:
             done = (JobState.DONE, record.attempt)
-            after = self._change(record.id, transition, made=lambda r: (r.state, r.attempt) == done)
+            after = self._change(
+                record.id, transition, made=lambda r: (r.state, r.attempt) == done, since=record
+            )
         if after is None:
-            self.records.let_go(self.worker)
+            self.turns.let_go(self.worker)
         if after is None or after.state is not JobState.DONE:
             self.results.discard(record.id, attempt=record.attempt)
         if after is None:
@@ -128,6 +131,7 @@ class Attempts:
         *,
         made: Callable[[JobRecord], bool],
         lease_s: float | None = None,
+        since: JobRecord | None = None,
     ) -> JobRecord | None:
         """Change the record as soon as Redis takes it.
 

@@ -8,7 +8,7 @@ Twice a second it looks
     at the models      reads their file again when that is asked for
     at the fleet       announces what the device offers, to the service and to RQ
 
-Which attempt the device holds is noted with the record of the job that begins (`Records.held`), so
+Which attempt the device holds is noted with the record of the job that begins (`Turns.held`), so
 it costs a short job nothing, and whoever is killed at whatever time leaves it known. This process
 never imports torch.
 """
@@ -26,7 +26,7 @@ import rq
 
 from gradbox_service.database.refusals import store_refuses, unless_refused
 from gradbox_service.fleet import Fleet
-from gradbox_service.jobs import QUEUE, SERIALIZER, Records, Turn
+from gradbox_service.jobs import QUEUE, SERIALIZER, Records, Turn, Turns
 from gradbox_service.store import ResultStore
 from gradbox_worker.device import DeviceProcess, DeviceSettings
 from gradbox_worker.device.entry import DeviceEntries
@@ -85,8 +85,10 @@ class Worker:
         )
         self._log = None if settings.log is None else BoundedLog(settings.log)
         self._fleet, self._records = Fleet(connection), Records(connection)
-        self._entries = DeviceEntries(connection)
-        self._attempts = Attempts(self._records, results, name, leaving=lambda: self.leaving)
+        self._turns, self._entries = Turns(connection), DeviceEntries(connection)
+        self._attempts = Attempts(
+            self._records, self._turns, results, name, leaving=lambda: self.leaving
+        )
         self._announcer = Announcer(self._fleet, name=name)
         self._rq = RqEntry(connection, name)
         self._device = self._new_device(reloads=0)
@@ -162,7 +164,7 @@ class Worker:
     # --- the process and what it holds -----------------------------------------------------------
 
     def _watch_attempt(self) -> None:
-        held = self._records.held(self._name)
+        held = self._turns.held(self._name)
         if held is None:
             self._watch = None
             return
@@ -179,12 +181,12 @@ class Worker:
 
     def _count(self, ended: Exit) -> None:
         """End the attempt that the process held when it ended, if it held one."""
-        held = self._records.held(self._name)
+        held = self._turns.held(self._name)
         record = None if held is None else self._records.get(held.job_id)
         if held is not None and record is not None and record.held_by(held.attempt):
             self._attempts.end(record, *self._what_became(held, ended))
         elif held is not None:
-            self._records.let_go(self._name)
+            self._turns.let_go(self._name)
         self._watch = self._killed = None
 
     def _what_became(self, held: Turn, ended: Exit) -> tuple[Outcome, StopReason | None]:
