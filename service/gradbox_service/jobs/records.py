@@ -212,12 +212,7 @@ class Records:
                 return after
 
     def beat(self, job_id: str, *, attempt: int, lease_s: float) -> JobRecord | None:
-        """Renew an attempt's lease and return the newest record.
-
-        The holder calls this at least every half second and obeys what comes back: if the record is
-        None or no longer `held_by(attempt)`, the job is not its own any more; if
-        `cancel_requested`, the job is to be stopped. The record is the signal, so none gets lost.
-        """
+        """Renew an attempt's lease, and return the newest record: it says if the job is to stop."""
         pipe = self._redis.pipeline()
         changes.grant(pipe, job_id, attempt=attempt, lease_s=lease_s)
         self._commands.run(pipe, where={})

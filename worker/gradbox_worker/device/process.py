@@ -237,14 +237,14 @@ class DeviceChild:
         self._num_oom_kills = count_oom_kills()
         self._output = None if log is None else Output(log)
         printed = 2 if self._output is None else self._output.write_fd
-        told = memory_file()
-        os.write(told, START.dump_json(start))
-        os.lseek(told, 0, os.SEEK_SET)
+        parameters = memory_file()
+        os.write(parameters, START.dump_json(start))
+        os.lseek(parameters, 0, os.SEEK_SET)
         # All that it is to do comes by its standard input; its arguments are for who reads `ps`.
         who = ["--name", start.turns.worker, "--data", str(start.settings.data)]
         self._process = subprocess.Popen(
             [sys.executable, "-m", start.settings.module, *who],
-            stdin=told,
+            stdin=parameters,
             stdout=printed,
             stderr=printed,
             env=os.environ | {MARK: start.mark},
@@ -252,7 +252,7 @@ class DeviceChild:
             # Ctrl-C on the terminal is the worker's business; and a group can be killed whole.
             start_new_session=True,
         )
-        os.close(told)
+        os.close(parameters)
         self.pid = self._process.pid
         self._guardian = Guardian(self.pid, self.mark)
         if self._output is not None:

@@ -48,7 +48,7 @@ class TurnSettings:
 
 @dataclass(frozen=True)
 class Start:
-    """What one device process is told when it starts.
+    """What one device process is started with.
 
     Attributes:
         mark: what its entry in Redis, and all that it starts, is known by.
