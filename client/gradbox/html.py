@@ -96,8 +96,8 @@ def described(view: BaseModel, *, title: str) -> str:
 def _columns(rows: Sequence[BaseModel]) -> list[str]:
     """Return the fields in which one of the rows says something."""
     fields = type(rows[0]).model_fields
-    said = (n for n in fields if any(getattr(row, n) != fields[n].default for row in rows))
-    return list(said)[:MOST_COLUMNS]
+    given = (n for n in fields if any(getattr(row, n) != fields[n].default for row in rows))
+    return list(given)[:MOST_COLUMNS]
 
 
 def _words(name: str) -> str:
@@ -120,8 +120,8 @@ def _written(name: str, value: Any) -> str:
         case float():
             return f"{value:.6g}"
         case BaseModel():
-            said = ((n, v) for n, v in value if v != type(value).model_fields[n].default)
-            return ", ".join(f"{_words(n)} {_written(n, v)}" for n, v in said)
+            given = ((n, v) for n, v in value if v != type(value).model_fields[n].default)
+            return ", ".join(f"{_words(n)} {_written(n, v)}" for n, v in given)
         case dict() if len(value) <= SHOWN_ROWS:
             return ", ".join(f"{key} {_written(str(key), entry)}" for key, entry in value.items())
         case list() | tuple() if name == "shape":

@@ -54,10 +54,10 @@ def unpacked(
     tensors: Mapping[str, Tensor], described: Sequence[Sequence[Mapping[str, Any]]]
 ) -> list[dict[str, Term]]:
     """Return the pieces that `packed` took apart; it trusts what it is given."""
-    return [{told["parameter"]: _term(tensors, told) for told in piece} for piece in described]
+    return [{term["parameter"]: _term(tensors, term) for term in piece} for piece in described]
 
 
-def _term(tensors: Mapping[str, Tensor], told: Mapping[str, Any]) -> Term:
-    factors = {own: tensors[name] for own, name in told["tensors"].items()}
-    kind = TERMS[told["rule"]]
-    return kind.read(told["parameter"], tuple(told["shape"]), told["geometry"], factors)
+def _term(tensors: Mapping[str, Tensor], term: Mapping[str, Any]) -> Term:
+    factors = {own: tensors[name] for own, name in term["tensors"].items()}
+    kind = TERMS[term["rule"]]
+    return kind.read(term["parameter"], tuple(term["shape"]), term["geometry"], factors)

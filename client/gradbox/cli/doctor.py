@@ -160,23 +160,23 @@ def _unreachable(settings: ClientSettings, error: GradboxError) -> Finding:
 
 def _readiness(connection: Connection) -> Iterator[Finding]:
     answer = connection.request("GET", "/readyz", accept=(500, 503))
-    said = answer.json()
+    state = answer.json()
     if answer.is_success:
-        mode = said.get("mode", "running")
-        held = "" if mode == "running" else f"; {mode}: {said.get('reason') or 'no reason given'}"
-        models = ", ".join(said["models"]) or "none"
-        yield fine("workers", f"{said['workers']} ready, with the models {models}{held}")
-        if said.get("builds"):
-            yield fine("building", f"after a reload a worker {said['builds']}")
-        if said.get("refuses"):
+        mode = state.get("mode", "running")
+        held = "" if mode == "running" else f"; {mode}: {state.get('reason') or 'no reason given'}"
+        models = ", ".join(state["models"]) or "none"
+        yield fine("workers", f"{state['workers']} ready, with the models {models}{held}")
+        if state.get("builds"):
+            yield fine("building", f"after a reload a worker {state['builds']}")
+        if state.get("refuses"):
             yield problem(
                 "room",
-                f"new jobs are refused: {said['refuses']}",
+                f"new jobs are refused: {state['refuses']}",
                 fix="gradbox storage clean, or more of it (--redis-memory-bytes, a larger disk)",
             )
         return
-    detail = str(said.get("detail", answer.text))
-    if str(said.get("type")).endswith(":draining"):
+    detail = str(state.get("detail", answer.text))
+    if str(state.get("type")).endswith(":draining"):
         yield problem("workers", detail, fix="gradbox resume, or wait until the box is back")
         return
     if "Redis does not answer" in detail:
@@ -263,8 +263,8 @@ def _models_file(data: Path, models: Path | None) -> Finding:
     )
     if asked.returncode == 0:
         return fine(check, f"{path} can be read; `gradbox models verify` builds what it names")
-    said = asked.stderr.strip().removeprefix("gradbox models: ").removeprefix("gradbox: ")
-    return problem(check, said, fix=f"correct {path}")
+    error = asked.stderr.strip().removeprefix("gradbox models: ").removeprefix("gradbox: ")
+    return problem(check, error, fix=f"correct {path}")
 
 
 def _device(device: str | None) -> Finding:

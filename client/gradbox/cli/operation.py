@@ -61,7 +61,7 @@ def _say(operation: OperationView, *, json: bool) -> int:
 
 
 def _until_nothing_runs(*, quiet: bool) -> None:
-    said: list[str] = []
+    shown: list[str] = []
     with GradClient(retry=Retry(patience_s=0)) as client:
         while True:
             try:
@@ -71,9 +71,9 @@ def _until_nothing_runs(*, quiet: bool) -> None:
             ids = [job.id for job in running]
             if not ids:
                 break
-            if not quiet and ids != said:
+            if not quiet and ids != shown:
                 say("\n".join(_waits_for(job) for job in running))
-                said = ids
+                shown = ids
             time.sleep(LOOK_S)
     if not quiet:
         say("nothing runs any more")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -11,10 +10,8 @@ import numpy as np
 from gradbox.errors import InvalidInputs, InvalidJob
 from gradbox.inputs.uploads import Uploads
 from gradbox.protocol import TensorRef, TracedFunction
-from gradbox.protocol.spec_fields import FunctionTensor, Scalar
+from gradbox.protocol.spec_fields import IDENTIFIER, FunctionTensor, Scalar
 from gradbox.tensors.tensor_bytes import is_tensor, is_torch_importable
-
-NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 
 
 def split_tensors_and_scalars(
@@ -33,7 +30,7 @@ def split_tensors_and_scalars(
     scalars: dict[str, Scalar] = {}
     tensors: dict[str, Any] = {}
     for name, given_value in given.items():
-        if not isinstance(name, str) or NAME.fullmatch(name) is None:
+        if not isinstance(name, str) or IDENTIFIER.fullmatch(name) is None:
             raise InvalidInputs(
                 f"{what}: expected names of arguments, up to 100 of a-z, A-Z, 0-9 and _, got "
                 f"{name!r:.120}"

@@ -5,7 +5,6 @@ A loss is a function, an nn.Module, a `Builtin` or `Cotangents`; a `Penalty` is 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -35,7 +34,7 @@ from gradbox.protocol import (
 )
 from gradbox.protocol.options import Retain
 from gradbox.protocol.spec import ForwardReturned, Returned
-from gradbox.protocol.spec_fields import Scalar
+from gradbox.protocol.spec_fields import JOB_ID, Scalar
 from gradbox.tensors.tensor_bytes import is_tensor
 
 if TYPE_CHECKING:
@@ -43,8 +42,6 @@ if TYPE_CHECKING:
 
     from gradbox.job import Job
     from gradbox.results.result import GradResult
-
-JOB_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
 
 class Builtin:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from typing import Any, Final
+from typing import Any
 from urllib.parse import quote
 
 from gradbox.errors import InvalidRequest, JobNotFound, UnknownModel
-
-DIGEST: Final = re.compile(r"[0-9a-f]{64}")
-JOB_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,100}")
+from gradbox.protocol.spec_fields import DIGEST, JOB_ID
 
 
 def blob_path(digest: Any) -> str:

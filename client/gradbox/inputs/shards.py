@@ -18,6 +18,7 @@ from typing import Any, Final
 import numpy as np
 
 from gradbox.errors import InvalidInputs
+from gradbox.protocol.spec_fields import IDENTIFIER
 from gradbox.tensors.tensor_bytes import (
     TOKENISE,
     TensorBytes,
@@ -27,7 +28,6 @@ from gradbox.tensors.tensor_bytes import (
 )
 
 ARGUMENT: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|0|[1-9][0-9]{0,2}")
-GROUP: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 UNNAMED: Final = "z"
 
 Shard = Mapping[str, TensorBytes]
@@ -89,7 +89,7 @@ def _named_groups(inputs: Mapping[Any, Any]) -> dict[str, list[Any]]:
         )
     groups = {}
     for name, shards in inputs.items():
-        if not isinstance(name, str) or GROUP.fullmatch(name) is None:
+        if not isinstance(name, str) or IDENTIFIER.fullmatch(name) is None:
             raise InvalidInputs(
                 f"inputs: expected group names that can be arguments of the loss, up to "
                 f"100 of a-z, A-Z, 0-9 and _, got {name!r:.120}"

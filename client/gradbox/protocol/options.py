@@ -11,6 +11,7 @@ engine's `requests`, and where the engine reads it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Final, Literal, TypedDict
 
@@ -24,6 +25,8 @@ DEFAULT_TIMEOUT_S: Final = 3600.0
 Mode = Literal["eval", "train"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp64"]
 Transfer = Literal["exact", "bf16", "fp16"]
+# The dtype in which numbers travel, as torch spells it.
+TRANSFER_DTYPES: Final[Mapping[Transfer, str]] = {"bf16": "bfloat16", "fp16": "float16"}
 Output = str | Annotated[int, NUMBER] | None
 Seed = Annotated[int, Field(ge=0, lt=2**63), NUMBER]
 Retain = Literal["auto"] | Annotated[int, Field(ge=0), NUMBER]

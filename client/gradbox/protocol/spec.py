@@ -191,7 +191,7 @@ def describe_validation(error: ValidationError, *, below: int = 0) -> str:
         below: how many steps of a field's place to leave out, where the first one only says which
             kind of spec it was.
     """
-    said: dict[tuple[str, str], list[str]] = {}
+    messages: dict[tuple[str, str], list[str]] = {}
     for item in error.errors(include_url=False):
         # Pydantic's own names of a union's members, such as function-before[…], say nothing here.
         place = [part for part in map(str, item["loc"][below:]) if "[" not in part]
@@ -202,10 +202,10 @@ def describe_validation(error: ValidationError, *, below: int = 0) -> str:
             message = f"expected a field {item['ctx']['discriminator']} that says which kind it is"
         # Sentences of our own say what they got, where it is not all that was given.
         shown = "" if ", got " in message else f" (got {_shown(item['input'])})"
-        said.setdefault((".".join(place) or "the body", shown), []).append(message)
+        messages.setdefault((".".join(place) or "the body", shown), []).append(message)
     lines = [
         f"{where}: {' or '.join([first, *(m.removeprefix(_SHOULD_BE) for m in others)])}{shown}"
-        for (where, shown), (first, *others) in said.items()
+        for (where, shown), (first, *others) in messages.items()
     ]
     more = [f"and {len(lines) - 5} more"] if len(lines) > 5 else []
     return "; ".join(lines[:5] + more)

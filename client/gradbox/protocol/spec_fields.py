@@ -5,6 +5,7 @@ A spec holds no tensors: it names blobs by digest and tensors inside them by nam
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
@@ -25,9 +26,14 @@ PROTOCOL: Final = 1
 # A remote callable makes every call a group of its own.
 MAX_GROUPS: Final = 1000
 
-Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-Identifier = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=100)]
-JobId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+$", max_length=100)]
+# What digests, names and ids are made of; each is matched whole.
+DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+IDENTIFIER: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
+JOB_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,100}")
+
+Digest = Annotated[str, StringConstraints(pattern=f"^{DIGEST.pattern}$")]
+Identifier = Annotated[str, StringConstraints(pattern=f"^{IDENTIFIER.pattern}$")]
+JobId = Annotated[str, StringConstraints(pattern=f"^{JOB_ID.pattern}$")]
 StreamNumber = Annotated[int, Field(ge=0, lt=2**63), NUMBER]
 TensorName = Annotated[str, StringConstraints(min_length=1, max_length=500)]
 Scalar = bool | int | float | str | None

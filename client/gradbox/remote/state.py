@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, equal
 from gradbox.errors import InvalidInputs
 from gradbox.printable import printable
 from gradbox.protocol import ModelView
-from gradbox.protocol.options import Transfer
+from gradbox.protocol.options import TRANSFER_DTYPES, Transfer
 from gradbox.results.result import GradResult
 
 
@@ -75,9 +75,6 @@ def _same(before: Any, now: Any) -> bool:
     return np.array_equal(before, now)
 
 
-FORMATS: Final[Mapping[Transfer, torch.dtype]] = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
 def rounded_weights(
     weights: Mapping[str, Any], parameters: Collection[str], *, transfer: Transfer
 ) -> Mapping[str, Any]:
@@ -88,8 +85,9 @@ def rounded_weights(
     """
     if transfer == "exact":
         return weights
+    dtype = getattr(torch, TRANSFER_DTYPES[transfer])
     return {
-        name: _rounded(torch.as_tensor(value), FORMATS[transfer]) if name in parameters else value
+        name: _rounded(torch.as_tensor(value), dtype) if name in parameters else value
         for name, value in weights.items()
     }
 

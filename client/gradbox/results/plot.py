@@ -42,14 +42,14 @@ def plot(result: Drawable, kind: Kind | None, ax: Axes | None) -> Axes:
         raise InvalidJob(
             "plot: expected matplotlib, which is not installed: pip install 'gradbox[plot]'"
         ) from error
-    drawn = kind or _natural_kind(result)
-    if drawn not in _DRAWN:
-        raise InvalidInputs(f"plot: expected kind to be one of {[*_DRAWN]}, got {kind!r}")
+    picture = kind or _natural_kind(result)
+    if picture not in _DRAW:
+        raise InvalidInputs(f"plot: expected kind to be one of {[*_DRAW]}, got {kind!r}")
     if ax is not None:
-        _DRAWN[drawn](result, ax)
+        _DRAW[picture](result, ax)
         return ax
     figure, ax = pyplot.subplots(layout="constrained")
-    _DRAWN[drawn](result, ax)
+    _DRAW[picture](result, ax)
     figure.set_figheight(max(figure.get_figheight(), LABEL_INCHES * len(ax.get_yticks())))
     return ax
 
@@ -119,7 +119,7 @@ def _draw_samples(result: Drawable, ax: Axes) -> None:
     ax.set_title(f"The largest of {len(norms)} samples")
 
 
-_DRAWN: Final[dict[str, Callable[[Any, Any], None]]] = {
+_DRAW: Final[dict[str, Callable[[Any, Any], None]]] = {
     "layers": _draw_layers,
     "gram": _draw_gram,
     "samples": _draw_samples,

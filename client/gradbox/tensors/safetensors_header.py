@@ -108,7 +108,7 @@ def other_format(path: Path) -> str | None:
             first_bytes = file.read(max(map(len, OTHER_FORMATS)))
     except OSError:
         return None
-    found = (said for begin, said in OTHER_FORMATS.items() if first_bytes.startswith(begin))
+    found = (what for begin, what in OTHER_FORMATS.items() if first_bytes.startswith(begin))
     return next(found, None)
 
 

@@ -181,7 +181,7 @@ def _is_torch(value: object) -> bool:
 def what_came(value: object) -> str:
     """Describe what is no tensor, and say what to do about it."""
     first = value[0] if isinstance(value, list) and value else value
-    advice = next((said for kind, said in ADVICE.items() if isinstance(first, kind)), CONVERT)
+    advice = next((text for kind, text in ADVICE.items() if isinstance(first, kind)), CONVERT)
     if value is None:
         return f"None; {advice}"
     text = repr(value)

@@ -142,14 +142,14 @@ def _call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
 
 
 def _explain(error: Exception) -> str:
-    said = f"{type(error).__name__}: {error}"
-    if "Declaration: " in said:  # TorchScript's way to refuse an argument
+    message = f"{type(error).__name__}: {error}"
+    if "Declaration: " in message:  # TorchScript's way to refuse an argument
         return "; ".join(SCRIPTED)
     if any("/_functorch/" in frame.filename for frame in extract_tb(error.__traceback__)):
         return "; ".join(TRANSFORMED)
     if "Symbol" in str(error) or "Proxy(" in str(error):
-        return f"a Python number or a tensor with values is needed here ({said}); {NO_NUMBER}"
-    return f"the function raised {said}; correct it, or write this step with torch functions"
+        return f"a Python number or a tensor with values is needed here ({message}); {NO_NUMBER}"
+    return f"the function raised {message}; correct it, or write this step with torch functions"
 
 
 def _check_result(result: Any, *, of: Callable[..., Any], structured: bool) -> None:

@@ -29,11 +29,13 @@ import torch
 from torch import Tensor, nn
 
 from gradbox.errors import InvalidInputs
-from gradbox.protocol.options import Transfer
+from gradbox.protocol.options import TRANSFER_DTYPES, Transfer
 from gradbox.results.result_files import ROUNDED
 from gradbox_worker.files.safetensors_types import SAFETENSORS_NAMES
 
-FORMATS: Final[Mapping[Transfer, torch.dtype]] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+FORMATS: Final[Mapping[Transfer, torch.dtype]] = {
+    transfer: getattr(torch, dtype) for transfer, dtype in TRANSFER_DTYPES.items()
+}
 SECTIONS: Final = ("grads/", "input_grads/")
 
 
