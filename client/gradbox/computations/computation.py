@@ -81,9 +81,13 @@ class ModelCall:
         return read_groups(self.inputs, method=self.method, order=self.order)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Computation(JobOptions, ModelCall, ABC):
     """The arguments that all computations share are those of `ModelCall` and of `JobOptions`."""
+
+    def __repr__(self) -> str:
+        shards = " + ".join(f"{len(group.shards)} {group.name}" for group in self.groups)
+        return f"{type(self).__name__}(model={self.model!r}, shards={shards})"
 
     @abstractmethod
     def prepare(self, known: KnownTensors | None = None) -> Submission:
@@ -125,7 +129,7 @@ class Computation(JobOptions, ModelCall, ABC):
         return traced(self.readout, uploads, what="readout", positional=2, structured=True)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Differentiated(Computation, GradientOptions):
     """The arguments of computations that give gradients of the model's own parameters.
 

@@ -155,7 +155,7 @@ class Penalty:
         )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Forward(Differentiated):
     """Z, the outputs of all shards, in the dtype in which the model gives them.
 
@@ -178,10 +178,6 @@ class Forward(Differentiated):
     retain: Retain = 0
     returns: Sequence[ForwardReturned] = ("outputs",)
 
-    def __repr__(self) -> str:
-        shards = " + ".join(f"{len(group.shards)} {group.name}" for group in self.groups)
-        return f"Forward(model={self.model!r}, shards={shards})"
-
     def prepare(self, known: KnownTensors | None = None) -> Submission:
         uploads = Uploads(known)
         fields = self.shared_fields(uploads)
@@ -194,7 +190,7 @@ BESIDE_COTANGENTS: Final = option_names(RunOptions) | {"loss", "wrt", "returns"}
 Loss: TypeAlias = "Callable[..., Any] | torch.nn.Module | Builtin | Cotangents"
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Gradient(Differentiated):
     """dL/dθ of L = loss(Z, **loss_inputs), Z being the outputs of all shards.
 
@@ -248,8 +244,7 @@ class Gradient(Differentiated):
     def __repr__(self) -> str:
         if isinstance(self.loss, Cotangents):
             return f"Gradient(loss={self.loss!r})"
-        shards = " + ".join(f"{len(group.shards)} {group.name}" for group in self.groups)
-        return f"Gradient(model={self.model!r}, shards={shards}, loss={self.loss!r})"
+        return super().__repr__()
 
     def prepare(self, known: KnownTensors | None = None) -> Submission:
         uploads = Uploads(known)

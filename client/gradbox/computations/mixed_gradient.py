@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 OUTPUT = "v"
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class MixedGradient(Computation):
     """dt/dy for t = outer(dfdz, **x), dfdz the shards' ∂inner(y, G(zᵢ))/∂zᵢ one after the other.
 
@@ -53,10 +53,6 @@ class MixedGradient(Computation):
     x: Mapping[str, Any] = field(default_factory=dict)
     z: str | None = None
     returns: Sequence[MixedReturned] = ("grads",)
-
-    def __repr__(self) -> str:
-        shards = " + ".join(str(len(group.shards)) for group in self.groups)
-        return f"MixedGradient(model={self.model!r}, shards={shards}, inner={self.inner!r})"
 
     def prepare(self, known: KnownTensors | None = None) -> Submission:
         uploads = Uploads(known)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from gradbox.results.result import GradResult
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class PerSample(Computation):
     """The arguments of both, beside those that all computations share.
 
@@ -103,7 +103,7 @@ def _form_on_the_wire(form: Form, *, reduce: str, transfer: Transfer) -> Form:
     return "dense" if form == "auto" and not has_factors else form
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class PerSampleGradient(PerSample):
     """dℓ_b/dθ of every sample b, ℓ = loss(z, **loss_inputs) of shape (B,).
 
@@ -135,10 +135,6 @@ class PerSampleGradient(PerSample):
     loss_inputs: Mapping[str, Any] = field(default_factory=dict)
     reduce: GradientReduction = "none"
     clip: float | None = None
-
-    def __repr__(self) -> str:
-        shards = f"{len(self.groups[0].shards)} shards"
-        return f"PerSampleGradient(model={self.model!r}, {shards}, reduce={self.reduce!r})"
 
     def prepare(self, known: KnownTensors | None = None) -> Submission:
         if isinstance(self.loss, Builtin):
@@ -186,7 +182,7 @@ class PerSampleGradient(PerSample):
         return own, others
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Jacobian(PerSample):
     """dz_by/dθ of every sample b and output y, the dims of z behind the first flattened to Y.
 
@@ -210,10 +206,6 @@ class Jacobian(PerSample):
 
     reduce: JacobianReduction = "none"
     vectors: Tensor | Mapping[str, Tensor] | None = None
-
-    def __repr__(self) -> str:
-        shards = f"{len(self.groups[0].shards)} shards"
-        return f"Jacobian(model={self.model!r}, {shards}, reduce={self.reduce!r})"
 
     def prepare(self, known: KnownTensors | None = None) -> Submission:
         uploads = Uploads(known)

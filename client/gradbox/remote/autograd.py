@@ -94,30 +94,10 @@ class CallOutput(Function):
                 "for a second: leave it out, or use MixedGradient, which differentiates twice on "
                 "the box"
             )
-        _refuse_batched(*gradients)
         _ = ctx.saved_tensors
         if gradients[0] is not None:
             ctx.job.note(ctx.slot, gradients[0])
         return None, None, None, *[torch.zeros(()) for _ in range(ctx.tokens)]
-
-
-def _refuse_batched(*gradients: Tensor | None) -> None:
-    """Refuse cotangents that stand for a batch of them.
-
-    Raises:
-        InvalidInputs: one of them is that.
-    """
-    wrapped = torch._C._functorch
-    if any(
-        wrapped.is_batchedtensor(g) or wrapped.is_legacy_batchedtensor(g)
-        for g in gradients
-        if g is not None
-    ):
-        raise InvalidInputs(
-            "expected one cotangent for each output of a remote model, got a batch of them: leave "
-            "out is_grads_batched=True, vectorize=True and vmap, and call torch.autograd.grad once "
-            "for each"
-        )
 
 
 class NotFetched(Function):

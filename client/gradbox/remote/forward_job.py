@@ -203,7 +203,7 @@ class Runner(Owner, Protocol):
         """Run the forward jobs that wait, up to this one; raises what the first failed with."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class CallsForward(Forward):
     """A forward job whose shards are calls, each a group of its own under its own stream."""
 

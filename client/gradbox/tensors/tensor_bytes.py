@@ -141,11 +141,13 @@ def tensor_bytes(value: object, *, where: str) -> TensorBytes:
 def _refuse_transformed(tensor: torch.Tensor, where: str) -> None:
     import torch
 
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    kinds = torch._C._functorch
+    if kinds.is_functorch_wrapped_tensor(tensor) or kinds.is_legacy_batchedtensor(tensor):
         raise InvalidInputs(
             f"{where}: expected a tensor that holds values, got one of a function under vmap, "
             f"grad, vjp or the like of torch.func, which cannot reach through a network: submit "
-            f"the job outside, with all samples; PerSampleGradient and Jacobian give a row for each"
+            f"the job outside, with all samples; PerSampleGradient and Jacobian give a row for "
+            f"each, and torch.autograd.grad without is_grads_batched is called once for each"
         )
 
 
