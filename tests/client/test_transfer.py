@@ -82,7 +82,7 @@ def test_the_receipt_states_the_rounding(twin: TestBox, transfer: str) -> None:
     bound = FORMATS[transfer][1]
     assert 0 < max(errors) < bound <= rounded.manifest.transfer_error < 1.5 * bound
     assert exact.manifest.transfer is exact.manifest.transfer_error is None
-    assert "rounding error" in rounded.manifest._repr_html_()
+    assert "transfer error" in rounded.manifest._repr_html_()
 
 
 def test_gradients_are_within_the_rounding_of_the_oracle(twin: TestBox) -> None:
