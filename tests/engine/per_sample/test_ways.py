@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ def built(name: str, dtype: torch.dtype = torch.float64) -> Way:
     return replace(way, model=model, plain=plain, shards=shards)
 
 
+@cache
 def expected_rows(name: str) -> list[Tensor]:
     """Return (B, Y, P) of every shard, each by a model that no other shard has called."""
     found = []
