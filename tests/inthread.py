@@ -59,6 +59,7 @@ class InThreadWorker:
         self._settings = DeviceSettings(
             models_file=models_file, data=results.path("x", attempt=1).parent.parent, device=device
         )
+        self._blobs = blobs
         self._name, self._records, self._turns, self._fleet = name, records, turns, fleet
         self._announcer = Announcer(fleet, name=name)
         self._orders, self._step = Orders(), LastStep()
@@ -121,7 +122,7 @@ class InThreadWorker:
             self._announcer.note_reload(asked, error=str(error))
 
     def _opened(self) -> SharedDevice:
-        device = SharedDevice(self._settings)
+        device = SharedDevice(self._settings, blobs=self._blobs)
         self._fleet.describe([view for view in device.views if view.usable])
         entry = DeviceEntry(
             placement=device.placement, models=device.models, unusable=device.unusable

@@ -177,7 +177,8 @@ def _sizes(factors: Any) -> dict[str, int]:
     tensors, metadata = described(factors)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        view = write_result(path / "r.safetensors", tensors, metadata=metadata, room=Room(path))
+        place = path / "r.safetensors"
+        view = write_result(place, tensors, metadata=metadata, room=Room(path)).view
     return {"factored_bytes": view.size_bytes, "dense_bytes": factors.dense_bytes}
 
 

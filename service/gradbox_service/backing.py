@@ -58,7 +58,11 @@ class Backing:
             tokens=tokens,
             sessions=Sessions(connection, tokens=tokens),
             leadership=Leadership(connection),
-            blobs=blob_store(settings.data, reserve_bytes=settings.disk_reserve_bytes),
-            results=result_store(settings.data, reserve_bytes=settings.disk_reserve_bytes),
+            blobs=blob_store(
+                settings.data, connection=connection, reserve_bytes=settings.disk_reserve_bytes
+            ),
+            results=result_store(
+                settings.data, connection=connection, reserve_bytes=settings.disk_reserve_bytes
+            ),
             owners=BlobOwners(connection),
         )

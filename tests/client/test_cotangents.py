@@ -197,7 +197,7 @@ def test_outputs_that_are_gone_are_named(
     from gradbox_service.admission import earlier_job
 
     monkeypatch.setattr(
-        earlier_job, "read_checked_header", lambda path: (tmp_path / "none").read_bytes()
+        earlier_job, "checked_header", lambda file: (tmp_path / "none").read_bytes()
     )
     message = refused(twin, Cotangents(torch.ones(2, 3), of=forward_id))
     assert "run the forward job again" in message

@@ -273,7 +273,7 @@ def test_an_error_of_the_replay_comes_out_of_backward(
     def gone(path: object) -> None:
         raise FileNotFoundError
 
-    monkeypatch.setattr(earlier_job, "read_checked_header", gone)
+    monkeypatch.setattr(earlier_job, "checked_header", gone)
     with pytest.raises(InvalidInputs, match="run the forward job again"):
         loss.backward()
 

@@ -123,7 +123,7 @@ class Box:
         self.backing.records.update(job_id, lambda r: r.request_cancel(now_s=time.time()))
 
     def result(self, record: JobRecord) -> tuple[dict[str, Tensor], Receipt]:
-        path = self.backing.results.path(record.id, attempt=record.attempt)
+        path = self.backing.results.on_disk(record.id, attempt=record.attempt)
         content = path.read_bytes()
         assert record.result is not None
         assert record.result.sha256 == hashlib.sha256(content).hexdigest()

@@ -75,7 +75,9 @@ def test_mapped_tensors_of_every_dtype_are_those_of_the_file(tmp_path: Path) -> 
     header = json.dumps(entries).encode()
     path = tmp_path / "blob"
     path.write_bytes(len(header).to_bytes(8, "little") + header + content)
-    source = SimpleNamespace(path=lambda _: path, header=lambda _: read_header(path))
+    source = SimpleNamespace(
+        small=lambda _: None, path=lambda _: path, header=lambda _: read_header(path)
+    )
     with BlobTensors(source, device=CPU) as tensors:
         found = {name: tensors.shared(TensorRef(blob="0" * 64, tensor=name)) for name in mixed}
     assert all(same(found[name], expected) for name, expected in mixed.items())
@@ -153,7 +155,10 @@ def test_a_blob_removed_after_its_header_was_read_is_missing(tmp_path: Path) -> 
     digest = put(blobs, {"x": torch.ones(1)})
     header = blobs.header(digest)
     blobs.path(digest).unlink()
-    for source in (blobs, SimpleNamespace(path=blobs.path, header=lambda _: header)):
+    for source in (
+        blobs,
+        SimpleNamespace(small=lambda _: None, path=blobs.path, header=lambda _: header),
+    ):
         with (
             BlobTensors(source, device=CPU) as tensors,
             pytest.raises(MissingBlobs, match="submit the job again") as caught,
@@ -169,7 +174,7 @@ def test_a_result_is_a_valid_file_of_the_size_and_digest_it_is_said_to_have(
     tensors = EVERY_DTYPE | {"scalar": torch.tensor(1.5), "strided": torch.arange(6).view(2, 3).T}
     view = write_result(
         path, tensors, metadata={"format": "pt", "gradbox": "{}"}, room=Room(tmp_path)
-    )
+    ).view
     content = path.read_bytes()
     assert (view.size_bytes, view.sha256) == (len(content), hashlib.sha256(content).hexdigest())
     assert read_header(path).metadata == {"format": "pt", "gradbox": "{}"}

@@ -53,7 +53,7 @@ def test_pieces_in_any_order_make_the_array(tmp_path: Path) -> None:
             result.write("w", at, piece)
         result.write("b", EVERYTHING, bias)
         result.write("s", (slice(0, 5), slice(0, 3), slice(0, 1)), scale[..., None])
-        view = result.commit({"samples/norm": bias.sum(2)}, metadata={"gradbox": "{}"})
+        view = result.commit({"samples/norm": bias.sum(2)}, metadata={"gradbox": "{}"}).view
     content = path.read_bytes()
     assert (view.size_bytes, view.sha256) == (len(content), hashlib.sha256(content).hexdigest())
     found = load_file(path)
@@ -96,7 +96,7 @@ def test_tensors_that_another_process_writes_whole_stand_beside_those_in_memory(
         with closing(PlacedRows(result.placement())) as file:
             file.write("far", WHOLE, far)
         given = {"far": on_meta, "here": here, "scalar": scalar}
-        view = result.commit(given, metadata={})
+        view = result.commit(given, metadata={}).view
     found = load_file(path)
     assert found.keys() - {"filler", "checksums"} == given.keys()
     assert torch.equal(found["far"], far)
@@ -229,7 +229,7 @@ def test_another_attempt_goes_on_with_the_rows_that_were_kept(
     assert kept.exists()
     with laid_out(tmp_path, attempt=2, kept=kept) as result:
         write_rows(result, 2, 4)
-        view = result.commit({"loss": torch.zeros(3)}, metadata={"gradbox": "2"})
+        view = result.commit({"loss": torch.zeros(3)}, metadata={"gradbox": "2"}).view
     path = tmp_path / "j.2.safetensors"
     content = path.read_bytes()
     assert (view.size_bytes, view.sha256) == (len(content), hashlib.sha256(content).hexdigest())

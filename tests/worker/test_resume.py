@@ -176,7 +176,7 @@ def arrays(box: Box, record: JobRecord) -> dict[str, Tensor]:
     Which terms share a tensor of the file depends on where the job was interrupted.
     """
     found, receipt = box.result(record)
-    header = read_header(box.backing.results.path(record.id, attempt=record.attempt))
+    header = read_header(box.backing.results.on_disk(record.id, attempt=record.attempt))
     if FACTORS not in header.metadata:
         return found
     factors = read_factors(

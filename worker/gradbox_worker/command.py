@@ -227,12 +227,15 @@ def _work(
     read_models_file(device_settings.models_file)  # a mistake in it is best heard at once
     settings.make_data_folder()
     with NameLock(settings.data, name):
+        connection = connect(redis_url)
         worker = Worker(
-            connect(redis_url),
+            connection,
             name=name,
             redis_url=redis_url,
             settings=device_settings,
-            results=result_store(settings.data, reserve_bytes=settings.disk_reserve_bytes),
+            results=result_store(
+                settings.data, connection=connection, reserve_bytes=settings.disk_reserve_bytes
+            ),
             patience=patience,
         )
         worker.run()

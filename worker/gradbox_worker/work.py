@@ -35,9 +35,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Finished:
-    """The result file stands at `Work.result_path`."""
+    """The result file stands at `Work.result_path`, or here: one that is to be in Redis."""
 
     result: ResultView
+    content: bytes | None = None
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ from gradbox.protocol.spec import ForwardSpec as ForwardSpec
 from gradbox.protocol.spec import GradientSpec as GradientSpec
 from gradbox.protocol.spec import JobSpec as JobSpec
 from gradbox.protocol.spec import MixedGradientSpec as MixedGradientSpec
+from gradbox.protocol.spec import names_in as names_in
 from gradbox.protocol.spec import parse_posted as parse_posted
 from gradbox.protocol.spec import parse_spec as parse_spec
 from gradbox.protocol.spec import spec_digest as spec_digest

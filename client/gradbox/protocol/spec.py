@@ -8,16 +8,24 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Iterator
 from itertools import islice
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Field, StringConstraints, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    StringConstraints,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError, from_json
 
 from gradbox.errors import InvalidJob
 from gradbox.graphs.wire_form import NUMBER, Entries, Items
 from gradbox.protocol.options import Retain, RunOptions
-from gradbox.protocol.per_sample import JacobianSpec, PerSampleGradientSpec
+from gradbox.protocol.per_sample import JacobianSpec, PerSampleGradientSpec, SampleSpec
 from gradbox.protocol.spec_fields import (
     PROTOCOL,
     ConstantRef,
@@ -28,6 +36,7 @@ from gradbox.protocol.spec_fields import (
     LossSpec,
     PenaltySpec,
     Scalar,
+    ShardRef,
     SharedSpec,
     TensorRef,
     TracedFunction,
@@ -229,3 +238,22 @@ def spec_digest(spec: JobSpec) -> str:
     plain = spec.model_dump(mode="json", exclude_defaults=True)
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def names_in(value: object) -> Iterator[str]:
+    """Give every blob and job that a part of a spec names, wherever in it that is."""
+    if isinstance(value, TensorRef | ShardRef):
+        yield value.blob
+    elif isinstance(value, CotangentsLoss):
+        yield value.forward
+    elif isinstance(value, SampleSpec) and value.against is not None:
+        yield value.against
+    if isinstance(value, BaseModel):
+        for name in type(value).model_fields:
+            yield from names_in(getattr(value, name))
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from names_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from names_in(item)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import zlib
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from gradbox.errors import BlobRejected
 from gradbox.tensors.safetensors_header import SafetensorsHeader, header_of
@@ -77,23 +77,22 @@ def agree(stored: bytes, blocks: bytes | bytearray, *, first: int) -> bool:
     return stored.startswith(found, CHECKSUM_BYTES * (1 + first // BLOCK_BYTES))
 
 
-def read_checked_header(path: Path) -> SafetensorsHeader:
-    """Read the header of a result file and compare it with its checksum, where there is one.
+def checked_header(file: BinaryIO) -> SafetensorsHeader:
+    """Read the header of a result and compare it with its checksum, where there is one.
 
     Raises:
         BlobRejected: it is damaged, or the file is not a whole one.
-        OSError: it is not there, or cannot be read.
+        OSError: it cannot be read.
     """
-    with path.open("rb") as file:
-        header = header_of(file)
-        entry = header.tensors.get(NAME)
-        if entry is not None:
-            file.seek(0)
-            found = checksum(file.read(header.data_start))
-            file.seek(header.data_start + entry.begin)
-            if file.read(CHECKSUM_BYTES) != found:
-                raise BlobRejected(f"{path}: expected a header with its checksum, got another")
-        return header
+    header = header_of(file)
+    entry = header.tensors.get(NAME)
+    if entry is not None:
+        file.seek(0)
+        found = checksum(file.read(header.data_start))
+        file.seek(header.data_start + entry.begin)
+        if file.read(CHECKSUM_BYTES) != found:
+            raise BlobRejected("expected a result's header with its checksum, got another")
+    return header
 
 
 def is_whole(path: Path) -> bool:

@@ -118,8 +118,8 @@ def header_of(file: BinaryIO) -> SafetensorsHeader:
     Raises:
         BlobRejected, OSError: as for `read_header`.
     """
+    file_bytes = file.seek(0, os.SEEK_END)
     file.seek(0)
-    file_bytes = os.fstat(file.fileno()).st_size
     length = header_length(file.read(LENGTH_BYTES), file_bytes=file_bytes)
     return parse_header(file.read(length), file_bytes=file_bytes)
 

@@ -12,29 +12,18 @@ counts against the owner who sent it first.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import redis
+from redis.client import Pipeline
 
 from gradbox.tensors.safetensors_header import SafetensorsHeader
-from gradbox_service.database.conditional_commands import OVER_BOUND
+from gradbox_service.database.conditional_commands import IF_ONE, OVER_BOUND, ConditionalCommands
 from gradbox_service.store import BlobStore
 
 BYTES = "gradbox:blob-bytes"
 FIRST = b"first"
 OWNER = b"owner:"
-# KEYS: the sums, the owner's blobs, the blobs; ARGV: the owner, their field, digests and sizes in
-# turn. May be repeated.
-CLAIM = """
-for i = 3, #KEYS do
-    local digest, size = ARGV[2 * i - 3], ARGV[2 * i - 2]
-    redis.call('SADD', KEYS[2], digest)
-    if redis.call('HSETNX', KEYS[i], 'first', ARGV[1]) == 1 then
-        redis.call('HINCRBY', KEYS[1], ARGV[1], size)
-    end
-    redis.call('HSET', KEYS[i], 'size_bytes', size, ARGV[2], 1)
-end
-"""
 # KEYS: the sums, the owner's blobs, the blob; ARGV: the owner, their field, the digest. It counts
 # against the next owner then; 1 if there is none.
 RELEASE = (
@@ -69,7 +58,7 @@ class BlobOwners:
 
     def __init__(self, connection: redis.Redis) -> None:
         self._redis = connection
-        self._claim = connection.register_script(CLAIM)
+        self._commands = ConditionalCommands(connection)
         self._release = connection.register_script(RELEASE)
 
     def claim(self, owner: str, sizes_bytes: Mapping[str, int]) -> None:
@@ -78,9 +67,20 @@ class BlobOwners:
         Args:
             sizes_bytes: by their digests.
         """
-        keys = [BYTES, _list_key(owner), *map(_key, sizes_bytes)]
-        sizes = [part for item in sizes_bytes.items() for part in item]
-        self._claim(keys=keys, args=[owner, _field(owner), *sizes])
+        pipe = self._redis.pipeline()
+        self.claim_by(pipe, owner, sizes_bytes)
+        self._commands.run(pipe, where={})
+
+    def claim_by(self, pipe: Pipeline, owner: str, sizes_bytes: Mapping[str, int]) -> None:
+        """Do so by commands that are run together, see `ConditionalCommands`."""
+        pipe.sadd(_list_key(owner), *sizes_bytes)
+        for digest, size_bytes in sizes_bytes.items():
+            key = _key(digest)
+            pipe.hsetnx(key, FIRST.decode(), owner)
+            if_first = f"{IF_ONE}HINCRBY"
+            pipe.execute_command(if_first, BYTES, owner, size_bytes)  # type: ignore[no-untyped-call]
+            fields: dict[Any, Any] = {"size_bytes": size_bytes, _field(owner): 1}
+            pipe.hset(key, mapping=fields)
 
     def owns(self, owner: str, digest: str) -> bool:
         """Return whether `owner` has sent the blob's bytes."""
@@ -162,26 +162,32 @@ class OwnBlobs:
     """The blobs whose bytes `owner` has sent."""
 
     def __init__(
-        self, owner: str, *, blobs: BlobStore, owners: BlobOwners, sent: Collection[str] = ()
+        self,
+        owner: str,
+        *,
+        blobs: BlobStore,
+        owners: BlobOwners,
+        sent: Mapping[str, SafetensorsHeader] | None = None,
     ) -> None:
         """Ask nothing yet.
 
         Args:
-            sent: blobs that the owner is known to have sent: they came with this request.
+            sent: blobs that came whole with this request, whether they are stored yet or not.
         """
         self._owner = owner
         self._blobs = blobs
         self._owners = owners
-        self._sent = frozenset(sent)
+        self._sent = sent or {}
 
     def headers(self, digests: Collection[str]) -> dict[str, SafetensorsHeader]:
         """Return the headers of those blobs that are here."""
-        asked = [digest for digest in digests if digest not in self._sent]
-        owned = self._owners.owned_among(self._owner, asked) | self._sent.intersection(digests)
-        headers = {digest: self._blobs.header(digest) for digest in owned}
-        return {digest: header for digest, header in headers.items() if header is not None}
+        sent = {digest: self._sent[digest] for digest in digests if digest in self._sent}
+        asked = [digest for digest in digests if digest not in sent]
+        if not asked:
+            return sent
+        return sent | self._blobs.headers(self._owners.owned_among(self._owner, asked))
 
     def size_bytes(self, digest: str) -> int | None:
         """Return the blob's size, or None if it is not here."""
-        owned = digest in self._sent or self._owners.owns(self._owner, digest)
+        owned = self._owners.owns(self._owner, digest)
         return self._blobs.size_bytes(digest) if owned else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from gradbox.errors import BlobRejected, InvalidInputs
 from gradbox.protocol import JobSpec, JobState, ModelView, SampleSpec
-from gradbox.tensors.checksums import read_checked_header
+from gradbox.tensors.checksums import checked_header
 from gradbox.tensors.safetensors_header import SafetensorsHeader
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import JobRecord
@@ -79,9 +79,9 @@ def result_header(record: JobRecord, *, where: str, kind: str, box: Backing) -> 
     Raises:
         InvalidInputs: its result is not there, or damaged.
     """
-    box.results.touch(record.id, attempt=record.attempt)
     try:
-        return read_checked_header(box.results.path(record.id, attempt=record.attempt))
+        with box.results.open(record.id, attempt=record.attempt) as file:
+            return checked_header(file)
     except (OSError, BlobRejected):
         raise result_gone(record, where=where, kind=kind) from None
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import hashlib
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from io import BytesIO
+
+from redis.client import Pipeline
 
 from gradbox.errors import BlobRejected, BlobTooLarge, BoxDraining, GradboxError, UnknownModel
 from gradbox.protocol import (
@@ -17,6 +21,7 @@ from gradbox.protocol import (
     parse_posted,
     spec_digest,
 )
+from gradbox.tensors.safetensors_header import SafetensorsHeader, header_of
 from gradbox_service.accounting.blob_owners import OwnBlobs
 from gradbox_service.admission.admit import admit
 from gradbox_service.admission.earlier_job import check_against
@@ -38,46 +43,61 @@ from gradbox_service.queue.dispatch import Dispatcher
 from gradbox_service.settings import Settings
 
 
-def take_blobs(
-    blobs: Mapping[str, bytes], *, owner: str, box: Backing, quota: Quota, settings: Settings
-) -> None:
-    """Store what the owner has not sent before; from then on it is theirs.
-
-    Args:
-        blobs: digest → the bytes that came under it.
+def checked(blobs: Mapping[str, bytes], *, limit_bytes: int) -> dict[str, SafetensorsHeader]:
+    """Return the headers of blobs that came with a job, by the digests that they came under.
 
     Raises:
         BlobRejected: the bytes have another digest, or are no whole safetensors file.
-        BlobTooLarge: one is larger than a blob may be, or all exceed the quota by themselves.
-        StorageFull: they exceed the owner's quota, or the disk does not hold them.
+        BlobTooLarge: one is larger than a blob may be.
     """
     for digest, content in blobs.items():
-        _check(digest, content, limit_bytes=settings.max_blob_bytes)
-    stored = [digest for digest in blobs if box.blobs.size_bytes(digest) is not None]
-    owned = box.owners.owned_among(owner, stored)
-    new = {digest: content for digest, content in blobs.items() if digest not in owned}
-    if not new:
-        return
-    sizes_bytes = {digest: len(content) for digest, content in new.items()}
+        if len(content) > limit_bytes:
+            raise BlobTooLarge(
+                f"blob {digest[:12]}… has {len(content)} bytes, this box takes {limit_bytes}; cut "
+                "the shards into several blobs"
+            )
+        found = hashlib.sha256(content).hexdigest()
+        if found != digest:
+            raise BlobRejected(
+                f"the {len(content)} bytes that came with the job have the SHA-256 {found}, "
+                f"expected {digest}; send them again, and if it repeats, compute the digest anew"
+            )
+    return {digest: header_of(BytesIO(content)) for digest, content in blobs.items()}
+
+
+@contextmanager
+def taking(
+    blobs: Mapping[str, bytes], *, owner: str, box: Backing, quota: Quota
+) -> Iterator[Callable[[Pipeline], None]]:
+    """Store checked blobs of an owner that they have not sent before; from then on they are theirs.
+
+    Gives what adds the small ones to the write that creates the job, which counts them then.
+
+    Raises:
+        BlobTooLarge: all exceed the quota by themselves.
+        StorageFull: they exceed the owner's quota, or the disk does not hold them.
+    """
+    small = {name: data for name, data in blobs.items() if box.blobs.takes_small(len(data))}
+    large = {name: data for name, data in blobs.items() if name not in small}
+    counted = blobs if quota.limits else large
+    stored = box.blobs.headers(box.owners.owned_among(owner, list(counted))) if counted else {}
+    new = {digest: len(data) for digest, data in counted.items() if digest not in stored}
+
+    def write(pipe: Pipeline) -> None:
+        if small:
+            box.owners.claim_by(pipe, owner, {digest: len(data) for digest, data in small.items()})
+        for digest, data in small.items():
+            box.blobs.write_small(pipe, digest, data)
+
     with quota.taking(owner) as taken:
-        taken.cover(sum(sizes_bytes.values()))
-        for digest, content in new.items():
-            box.blobs.put(digest, [content])
-        taken.claim(sizes_bytes)
-
-
-def _check(digest: str, content: bytes, *, limit_bytes: int) -> None:
-    if len(content) > limit_bytes:
-        raise BlobTooLarge(
-            f"blob {digest[:12]}… has {len(content)} bytes, this box takes {limit_bytes}; cut the "
-            "shards into several blobs"
-        )
-    found = hashlib.sha256(content).hexdigest()
-    if found != digest:
-        raise BlobRejected(
-            f"the {len(content)} bytes that came with the job have the SHA-256 {found}, expected "
-            f"{digest}; send them again, and if it repeats, compute the digest anew"
-        )
+        if new:
+            taken.cover(sum(new.values()))
+        new_files = {digest: size for digest, size in new.items() if digest in large}
+        for digest in new_files:
+            box.blobs.put(digest, [large[digest]])
+        if new_files:
+            box.owners.claim(owner, new_files)
+        yield write
 
 
 def post(
@@ -106,7 +126,7 @@ def post(
     Raises:
         InvalidJob: the body is no job, or the box cannot run it (see `admit`).
         OwnerOnly: see `check_limits`.
-        BlobRejected: see `take_blobs`.
+        BlobRejected: see `checked`.
         IdempotencyConflict: the key came before with another job.
         QueueFull: as many of the caller's jobs wait as may, or they take too much of Redis.
         BoxDraining: the box takes no new jobs.
@@ -120,9 +140,12 @@ def post(
     digest = spec_digest(spec)
     try:
         operation = _check_box(spec, owner=caller.name, box=box, quota=quota, settings=settings)
-        sent = blobs or {}
-        take_blobs(sent, owner=caller.name, box=box, quota=quota, settings=settings)
-        with under_way.posting(caller.name):
+        blobs = blobs or {}
+        sent = checked(blobs, limit_bytes=settings.max_blob_bytes)
+        with (
+            taking(blobs, owner=caller.name, box=box, quota=quota) as write_blobs,
+            under_way.posting(caller.name),
+        ):
             workers = box.fleet.workers()
             model = _admitted(
                 spec, posted, forward, sent=sent, owner=caller.name, workers=workers, box=box
@@ -139,6 +162,7 @@ def post(
                 priority=spec.priority,
                 timeout_s=min(spec.timeout_s, settings.max_timeout_s),
                 max_attempts=settings.max_attempts,
+                idempotency_key=idempotency_key or "",
                 traceparent=traceparent,
             )
             is_fed = dispatcher.hands_out(record, workers=workers, hold=operation.hold)
@@ -147,8 +171,8 @@ def post(
                 created = box.records.create(
                     record,
                     spec=spec,
-                    idempotency_key=idempotency_key,
                     turns=box.turns if is_fed else None,
+                    beside=write_blobs,
                 )
                 return created
             finally:
@@ -188,7 +212,7 @@ def _admitted(
     posted: JobSpec | CotangentGradientSpec,
     forward: ForwardJob | None,
     *,
-    sent: Mapping[str, bytes],
+    sent: Mapping[str, SafetensorsHeader],
     owner: str,
     workers: Sequence[WorkerPresence],
     box: Backing,

@@ -55,6 +55,11 @@ class Quota:
         self._coming = Counter[str]()  # bytes by owner
         self._in_vain: dict[str, tuple[float, float]] = {}  # owner → when, and what came of it
 
+    @property
+    def limits(self) -> bool:
+        """Whether there is a quota."""
+        return self._quota_bytes is not None
+
     def check(self, spec: JobSpec, *, owner: str) -> None:
         """Check that there is room for another job, without what it names.
 

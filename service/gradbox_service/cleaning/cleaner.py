@@ -13,12 +13,13 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import cache, partial
 from itertools import islice
 from typing import TypeVar
 
-from gradbox.errors import BlobInUse
-from gradbox.protocol import JobSpec
+from gradbox.errors import BlobInUse, StorageFull
+from gradbox.protocol import JobSpec, names_in
 from gradbox_service.backing import Backing
 from gradbox_service.cleaning.expiry import (
     SETTLED_SPARED_S,
@@ -28,7 +29,7 @@ from gradbox_service.cleaning.expiry import (
     crowding,
     expired,
 )
-from gradbox_service.cleaning.needed import Needed, Spent, named_in, spent
+from gradbox_service.cleaning.needed import Needed, Spent, spent
 from gradbox_service.cleaning.removed import note_removed
 from gradbox_service.cleaning.under_way import UnderWay
 from gradbox_service.database.leadership import LEADER_TTL_S
@@ -71,6 +72,9 @@ class Cleaner(RepeatingThread):
         self._box.tokens.reconcile()
         now_s = time.time()
         self._end_records(now_s=now_s)
+        with suppress(StorageFull):  # then they stay in Redis
+            self._blobs.write_out()
+            self._results.write_out()
         self._blobs.sweep()
         self._results.sweep(is_written=self._is_written, unused_since_s=now_s - SPARED_S)
         self._sweep_checkpoints(unused_since_s=now_s - SPARED_S)
@@ -103,7 +107,7 @@ class Cleaner(RepeatingThread):
             The seconds until it can be done; 0 where it is.
         """
         with self.under_way.removing(owner):
-            named = frozenset(named_in(keep))
+            named = frozenset(names_in(keep))
             missing_bytes = num_bytes - self._free_spent(owner, num_bytes, keep=named)
             if missing_bytes <= 0:
                 return 0.0
@@ -123,7 +127,7 @@ class Cleaner(RepeatingThread):
             BlobInUse: a job of the owner that waits or runs needs it.
         """
         with self.under_way.removing(owner):
-            file = use_of(self._blobs.path(digest))
+            file = self._blobs.use_of(digest)
             if file is None or not self._owners.owns(owner, digest):
                 return
             active = [record.id for record in self._records.active() if record.owner == owner]
@@ -204,12 +208,13 @@ class Cleaner(RepeatingThread):
 
     def _spent_files(self, owner: str, found: Spent) -> Iterator[Stored]:
         firsts = self._owners.firsts(list(found.blobs))
+        uses = self._blobs.uses([name for name in found.blobs if firsts.get(name) == owner])
         for name, ended_s in found.blobs.items():
-            file = use_of(self._blobs.path(name)) if firsts.get(name) == owner else None
+            file = uses.get(name)
             if file is not None and file.used_s <= ended_s:
                 yield Stored("blob", name, owner, file.size_bytes, file.used_s)
         for record in found.results:
-            file = use_of(self._results.path(record.id, attempt=record.attempt))
+            file = self._results.use_of(record.id, attempt=record.attempt)
             if file is not None and file.read_only:
                 yield Stored("result", record.id, owner, file.size_bytes, file.used_s)
 
@@ -264,7 +269,7 @@ class Cleaner(RepeatingThread):
         """Return whether a job ended, and its result was used, long enough ago to make room."""
         if record.finished_s is None:
             return False
-        found = use_of(self._results.path(record.id, attempt=record.attempt))
+        found = self._results.use_of(record.id, attempt=record.attempt)
         if found is None:
             return now_s - record.finished_s > SETTLED_SPARED_S
         spared_s = SETTLED_SPARED_S if _was_read(found, record) else SPARED_S
@@ -296,10 +301,11 @@ class Cleaner(RepeatingThread):
             return False  # its attempt has written it, and its end is not noted yet
         if record is not None and not self._is_used(record, since_s=file.used_s):
             self._records.update(record.id, partial(JobRecord.drop_result, now_s=time.time()))
-        return self._results.remove(file.name, unused_since_s=file.used_s)
+        attempt = None if record is None else record.attempt
+        return self._results.remove(file.name, attempt=attempt, unused_since_s=file.used_s)
 
     def _is_used(self, record: JobRecord, *, since_s: float) -> bool:
-        found = use_of(self._results.path(record.id, attempt=record.attempt))
+        found = self._results.use_of(record.id, attempt=record.attempt)
         return found is not None and found.used_s > since_s
 
 

@@ -18,10 +18,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from pydantic import BaseModel
-
 from gradbox.errors import GradboxError
-from gradbox.protocol import CotangentsLoss, JobState, SampleSpec, ShardRef, TensorRef
+from gradbox.protocol import JobState, names_in
 from gradbox_service.cleaning.expiry import SETTLED_SPARED_S
 from gradbox_service.jobs import JobRecord, Records
 from gradbox_service.jobs.records import Mark
@@ -63,31 +61,12 @@ class Needed:
                 spec = self._records.spec(job_id)
             except GradboxError:  # the job will fail for it
                 spec = None
-            names = frozenset() if spec is None else frozenset(named_in(spec))
+            names = frozenset() if spec is None else frozenset(names_in(spec))
             self._num_names += 1 + len(names)
         self._of_job[job_id] = names
         while self._num_names > REMEMBERED and len(self._of_job) > 1:
             self._num_names -= 1 + len(self._of_job.pop(next(iter(self._of_job))))
         return names
-
-
-def named_in(value: object) -> Iterator[str]:
-    """Give every blob and job that a part of a spec names, wherever in it that is."""
-    if isinstance(value, TensorRef | ShardRef):
-        yield value.blob
-    elif isinstance(value, CotangentsLoss):
-        yield value.forward
-    elif isinstance(value, SampleSpec) and value.against is not None:
-        yield value.against
-    if isinstance(value, BaseModel):
-        for name in type(value).model_fields:
-            yield from named_in(getattr(value, name))
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from named_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from named_in(item)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from functools import partial
 
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import JobRecord
-from gradbox_service.store.files import use_of
 
 
 def note_removed(box: Backing) -> int:
@@ -26,8 +25,7 @@ def _note_results(box: Backing) -> int:
         record.id
         for owner in box.records.result_bytes()
         for record in box.records.oldest(owner)
-        if record.result_bytes
-        and use_of(box.results.path(record.id, attempt=record.attempt)) is None
+        if record.result_bytes and box.results.use_of(record.id, attempt=record.attempt) is None
     ]
     for job_id in gone:
         box.records.update(job_id, partial(JobRecord.drop_result, now_s=time.time()))
@@ -37,7 +35,9 @@ def _note_results(box: Backing) -> int:
 def _note_blobs(box: Backing) -> int:
     if not box.blobs.room.folder.is_dir():
         return 0
-    gone = [name for name in box.owners.known() if use_of(box.blobs.path(name)) is None]
+    known = list(box.owners.known())
+    there = box.blobs.uses(known)
+    gone = [name for name in known if name not in there]
     for name in gone:
         box.owners.forget(name)
     return len(gone)

@@ -15,21 +15,27 @@ import redis
 from redis.client import Pipeline
 
 # KEYS: keys of strings. ARGV: what each of them must hold, "" for one that must not be there; then
-# each command as the number of its words, and the words.
+# each command as the number of its words, and the words. One that begins with IF_ONE runs if the
+# command before it answered 1.
 SCRIPT: Final = """
 for i, key in ipairs(KEYS) do
     if (redis.call('GET', key) or '') ~= ARGV[i] then return 0 end
 end
-local at = #KEYS + 1
+local at, answer = #KEYS + 1, nil
 while at <= #ARGV do
     local last = at + tonumber(ARGV[at])
-    redis.call(unpack(ARGV, at + 1, last))
+    local name = ARGV[at + 1]
+    if string.sub(name, 1, 1) ~= '?' then
+        answer = redis.call(unpack(ARGV, at + 1, last))
+    elseif answer == 1 then
+        redis.call(string.sub(name, 2), unpack(ARGV, at + 2, last))
+    end
     at = last + 1
 end
 return 1
 """
 
-
+IF_ONE: Final = "?"
 # How a script begins that Redis runs although it has as much memory as it may.
 OVER_BOUND: Final = "#!lua flags=allow-oom\n"
 

@@ -104,11 +104,15 @@ def _small_result(record: JobRecord, box: Backing, *, caller: str) -> bytes | No
         return None
     if record.result.size_bytes > SMALL_RESULT_BYTES:
         return None
+    is_owner = caller == record.owner
+    content = box.results.small(record.id, attempt=record.attempt, fetched=is_owner)
+    if content is not None:
+        return content
     try:
-        box.results.touch(record.id, attempt=record.attempt)
-        content = box.results.path(record.id, attempt=record.attempt).read_bytes()
+        with box.results.open(record.id, attempt=record.attempt) as file:
+            content = file.read()
     except FileNotFoundError:
         return None  # the record will say so, to who asks for the result
-    if caller == record.owner:
+    if is_owner:
         box.results.note_fetched(record.id, attempt=record.attempt)
     return content

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
@@ -96,21 +96,26 @@ class Records:
         record: JobRecord,
         *,
         spec: JobSpec,
-        idempotency_key: str | None = None,
+        idempotency_key: str = "",
         turns: Turns | None = None,
+        beside: Callable[[Pipeline], None] = lambda _: None,
     ) -> JobRecord:
         """Store a queued job, or return the one that its owner posted before under the same key.
 
         A job that is stored already, under its id, is returned as it is now.
 
         Args:
+            idempotency_key: to be the record's.
             turns: where its turn is fed by the same write; None: it waits for one.
+            beside: adds what else is written where the job is.
 
         Raises:
             IdempotencyConflict: the key was used with another spec.
         """
-        posted = posted_key(record.owner, idempotency_key) if idempotency_key else None
-        record = replace(record, idempotency_key=idempotency_key or "")
+        if idempotency_key:
+            record = replace(record, idempotency_key=idempotency_key)
+        key = record.idempotency_key
+        posted = posted_key(record.owner, key) if key else None
         # Also without a key: if the answer is lost the script is sent again, and by then a worker
         # may have begun the job.
         where: dict[str, bytes | str] = {posted or job_key(record.id): ""}
@@ -122,13 +127,14 @@ class Records:
             pipe.sadd(changes.OWNERS, record.owner)
             pipe.zadd(owner_key(record.owner), {record.id: record.created_s})
             changes.write(pipe, None, record)
+            beside(pipe)
             if turns is not None:
                 turns.push(pipe, Turn(record.id, record.attempt + 1))
             if self._creating.run(pipe, where=where):
                 return record
             if posted:  # read first: its job may be forgotten meanwhile
                 where[posted] = cast("bytes | None", self._redis.get(posted)) or b""
-            if earlier := self._created(record, idempotency_key):
+            if earlier := self._created(record):
                 return earlier
 
     def posted(self, owner: str, *, idempotency_key: str, spec_digest: str) -> JobRecord | None:
@@ -182,6 +188,7 @@ class Records:
         lease_s: float | None = None,
         holder: str | None = None,
         since: JobRecord | None = None,
+        beside: Callable[[Pipeline], None] = lambda _: None,
     ) -> JobRecord | None:
         """Apply `transition` to the newest record and append the event, as one transaction.
 
@@ -192,6 +199,7 @@ class Records:
             lease_s: also grant the resulting attempt a lease of this length; used with `begin`.
             holder: also note that the device of this worker has the attempt in hand, while it runs.
             since: the record as last seen, which is read again only if it has changed since.
+            beside: adds what else is written where the transition applies.
 
         Returns:
             The new record; None if there is no such job or the transition does not apply.
@@ -208,6 +216,7 @@ class Records:
                 changes.grant(pipe, job_id, attempt=after.attempt, lease_s=lease_s)
             if holder is not None:
                 changes.hold(pipe, holder, after)
+            beside(pipe)
             if self._commands.run(pipe, where={job_key(job_id): cast("bytes", text)}):
                 return after
 
@@ -440,11 +449,13 @@ class Records:
         texts = self._redis.hmget(changes.POSITIONS, list(job_ids))
         return _positions(job_ids, cast("list[bytes | None]", texts))
 
-    def _created(self, record: JobRecord, idempotency_key: str | None) -> JobRecord | None:
+    def _created(self, record: JobRecord) -> JobRecord | None:
         """Return what `record` was stored as before, under its key or under its own id."""
-        if idempotency_key:
+        if record.idempotency_key:
             earlier = self.posted(
-                record.owner, idempotency_key=idempotency_key, spec_digest=record.spec_digest
+                record.owner,
+                idempotency_key=record.idempotency_key,
+                spec_digest=record.spec_digest,
             )
             if earlier:
                 return earlier

@@ -1,17 +1,20 @@
-"""Blobs and results on the box's disk. Nothing knows HTTP or Redis.
+"""Blobs and results: on the box's disk, and small ones in its Redis. Nothing knows HTTP.
 
 To read in this order:
 
     files                how a file gets its name, and when it was last used
     room                 what may still be written: what the disk has free, less a reserve
+    small                small files in Redis, until they were kept for a while
     blobs, results       the two kinds of files
 """
 
 from gradbox_service.store.blobs import BlobStore, Upload, blob_store
 from gradbox_service.store.results import ResultStore, result_store
 from gradbox_service.store.room import Room
+from gradbox_service.store.small import SMALL_BYTES
 
 __all__ = [
+    "SMALL_BYTES",
     "BlobStore",
     "ResultStore",
     "Room",

@@ -1,7 +1,8 @@
-"""Uploaded blobs on disk: DATA/blobs/aa/SHA256, each a whole, checked safetensors file.
+"""Uploaded blobs, each a whole, checked safetensors file: small ones are in Redis, see `small`.
 
-A blob is written beside its place, checked, flushed and renamed, so what has a blob's name is that
-blob, whatever died. Files are never changed or truncated afterwards: a worker may have them mapped.
+The others are in DATA/blobs/aa/SHA256. One is written beside its place, checked, flushed and
+renamed, so what has a blob's name is that blob, whatever died. Files are never changed or truncated
+afterwards: a worker may have them mapped.
 
 A disk may return other bytes all the same. So each process hashes a blob before it first uses it,
 and again once its file was written to; one that has another digest is not here, until its owner
@@ -17,11 +18,15 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
+
+import redis
+from redis.client import Pipeline
 
 from gradbox.errors import BlobRejected
 from gradbox.tensors.safetensors_header import SafetensorsHeader, header_of
@@ -37,6 +42,7 @@ from gradbox_service.store.files import (
     use_of,
 )
 from gradbox_service.store.room import Room
+from gradbox_service.store.small import SmallFiles
 
 log = logging.getLogger(__name__)
 
@@ -49,11 +55,18 @@ BLOB = "this blob"
 
 
 class BlobStore:
-    """The blobs under one folder, shared by every process of the box."""
+    """The blobs under one folder and in one Redis, shared by every process of the box."""
 
-    def __init__(self, root: Path, *, reserve_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        connection: redis.Redis | None = None,
+        reserve_bytes: int | None = None,
+    ) -> None:
         self._root = root
         self.room = Room(root, reserve_bytes)
+        self._small = SmallFiles(connection, "blob")
         # Of the blobs that were hashed, each with the file that was.
         self._headers: OrderedDict[str, tuple[FileState, SafetensorsHeader]] = OrderedDict()
         self._cached = 0
@@ -63,15 +76,63 @@ class BlobStore:
         """Return where the blob is, or would be."""
         return self._root / digest[:2] / digest
 
+    def takes_small(self, num_bytes: int) -> bool:
+        """Return whether a blob of this size is written by `write_small`."""
+        return self._small.take(num_bytes)
+
+    def write_small(self, pipe: Pipeline, digest: str, content: bytes) -> None:
+        """Write a blob whose bytes were checked by the transaction that makes it somebody's."""
+        self._small.write(pipe, digest, content)
+
+    def small(self, digest: str) -> bytes | None:
+        """Return a blob that is in Redis, which is used now; None for any other, or a damaged one.
+
+        One of a small number of bytes is hashed sooner than it is remembered.
+        """
+        content = self._small.read(digest)
+        if content is None or hashlib.sha256(content).hexdigest() == digest:
+            return content
+        log.warning("the blob %s is damaged in Redis, and is to be sent again", digest)
+        return None
+
+    def on_disk(self, digest: str) -> None:
+        """Have a small blob in the folder, too, for who sees that and not the Redis."""
+        content = None if self.path(digest).exists() else self.small(digest)
+        if content is not None:
+            self.put(digest, [content])
+
+    def uses(self, digests: Collection[str]) -> dict[str, FileUse]:
+        """Return the size and last use of each blob that is here; to ask is no use."""
+        found = dict(self._small.uses(digests))
+        for digest in digests:
+            if digest not in found and (in_file := use_of(self.path(digest))) is not None:
+                found[digest] = in_file
+        return found
+
+    def use_of(self, digest: str) -> FileUse | None:
+        """Return the blob's size and last use; None if it is not here."""
+        return self.uses([digest]).get(digest)
+
     def size_bytes(self, digest: str) -> int | None:
         """Return the blob's size, or None if it is not here or damaged. Whoever asks uses it."""
         if self.header(digest) is None:
             return None
-        found = use_of(self.path(digest))
+        found = self.use_of(digest)
         return None if found is None else found.size_bytes
+
+    def headers(self, digests: Collection[str]) -> dict[str, SafetensorsHeader]:
+        """Return the headers of the blobs that are here and undamaged. Whoever asks uses them."""
+        small = self._small.touch(list(digests))
+        found = {digest: self._header(digest, is_small=digest in small) for digest in digests}
+        return {digest: header for digest, header in found.items() if header is not None}
 
     def header(self, digest: str) -> SafetensorsHeader | None:
         """Return the blob's header, or None if it is not here or damaged. Whoever asks uses it."""
+        return self.headers([digest]).get(digest)
+
+    def _header(self, digest: str, *, is_small: bool) -> SafetensorsHeader | None:
+        if is_small and (content := self.small(digest)) is not None:
+            return header_of(BytesIO(content))
         # The box may have removed the blob since its header was read. The use is noted before the
         # look, so that a cleaner either sees it or has removed the blob already.
         state = touch(self.path(digest))
@@ -139,13 +200,31 @@ class BlobStore:
 
     def files(self) -> Iterator[tuple[str, FileUse]]:
         """Give the digest, the size and the last use of every blob."""
+        in_redis = dict(self._small.all())
+        yield from in_redis.items()
         for path in self._root.glob("[0-9a-f][0-9a-f]/*"):
-            found = use_of(path)
+            found = use_of(path) if path.name not in in_redis else None
             if found is not None:
                 yield path.name, found
 
+    def write_out(self) -> None:
+        """Move small blobs that are kept for long into files.
+
+        Raises:
+            StorageFull: the disk does not hold them.
+        """
+        for digest, found in self._small.due():
+            content = self._small.read(digest)
+            if content is not None:
+                self.put(digest, [content])
+                os.utime(self.path(digest), (found.used_s, found.used_s))
+                self._small.remove(digest, unused_since_s=time.time())
+
     def remove(self, digest: str, *, unused_since_s: float) -> bool:
         """Remove the blob unless it was used after a time; return whether it went."""
+        if self._small.remove(digest, unused_since_s=unused_since_s):
+            self.path(digest).unlink(missing_ok=True)
+            return True
         destination = self.path(digest)
         aside = self._root / "incoming" / f"{digest}.{secrets.token_hex(8)}{ASIDE}"
         make_folder(aside.parent)
@@ -257,6 +336,15 @@ def _is_unlocked(path: Path) -> bool:
         return lock(file.fileno())
 
 
-def blob_store(data: Path, *, reserve_bytes: int | None = None) -> BlobStore:
-    """Return the blobs of the box whose data is in this folder; see `Room` for the reserve."""
-    return BlobStore(data / "blobs", reserve_bytes=reserve_bytes)
+def blob_store(
+    data: Path,
+    *,
+    connection: redis.Redis | None = None,
+    reserve_bytes: int | None = None,
+) -> BlobStore:
+    """Return the blobs of the box whose data is in this folder; see `Room` for the reserve.
+
+    Args:
+        connection: of its Redis, where small ones are; without it all are files.
+    """
+    return BlobStore(data / "blobs", connection=connection, reserve_bytes=reserve_bytes)

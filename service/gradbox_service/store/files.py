@@ -143,19 +143,25 @@ def put_in_place(temporary: Path, destination: Path) -> None:
     flush_folder(destination.parent)
 
 
-def write_whole(path: Path, data: Any) -> None:
+def write_whole(path: Path, data: Any, *, flushed: bool = False) -> None:
     """Write a file that only the box's own user reads, so that it is there whole or not at all.
 
-    It is not flushed. Two processes may write the same one.
+    Two processes may write the same one.
 
     Args:
         data: bytes, or a buffer.
+        flushed: whether it is to survive a power failure.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             file.write(data)
+            if flushed:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(temporary, path)
+        if flushed:
+            flush_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -1,21 +1,35 @@
-"""Result files on disk: DATA/results/JOB.ATTEMPT.safetensors; unfinished jobs' checkpoints beside.
+"""Results: small ones in Redis, the others in DATA/results/JOB.ATTEMPT.safetensors.
 
 The attempt is part of the name, so an attempt that was thought dead and ends late never replaces
-the file that the record speaks of.
+the file that the record speaks of. Unfinished jobs' checkpoints are in a folder beside.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cached_property
+from io import BytesIO
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
+
+import redis
+from redis.client import Pipeline
 
 from gradbox.tensors.checksums import is_whole
-from gradbox_service.store.files import FileUse, files_of, touch, use_of
+from gradbox_service.store.files import (
+    FileUse,
+    files_of,
+    make_folder,
+    touch,
+    use_of,
+    write_whole,
+)
 from gradbox_service.store.room import Room
+from gradbox_service.store.small import SmallFiles
 
 # What was written so long before a power cut may not have reached the disk.
 UNFLUSHED_S: Final = 300.0
@@ -23,13 +37,60 @@ FETCHED_MODE: Final = 0o400
 
 
 class ResultStore:
-    """The results under one folder, shared by every process of the box."""
+    """The results under one folder and in one Redis, shared by every process of the box."""
 
-    def __init__(self, root: Path, *, reserve_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        connection: redis.Redis | None = None,
+        reserve_bytes: int | None = None,
+    ) -> None:
         self._root = root
         self.room = Room(root, reserve_bytes)
+        self._small = SmallFiles(connection, "result")
         self._opened_s = time.time()
         self._whole: dict[Path, bool] = {}  # of those that were looked at, see `is_spoilt`
+
+    def write(self, pipe: Pipeline, job_id: str, *, attempt: int, content: bytes) -> None:
+        """Write a small result by the transaction that ends its job."""
+        self._small.write(pipe, _name(job_id, attempt), content)
+
+    def small(self, job_id: str, *, attempt: int, fetched: bool = False) -> bytes | None:
+        """Return a result that is in Redis, which is used now; None for any other.
+
+        Args:
+            fetched: whether it is for the job's owner.
+        """
+        return self._small.read(_name(job_id, attempt), fetched=fetched)
+
+    def open(self, job_id: str, *, attempt: int) -> BinaryIO:
+        """Open a result, which is used now.
+
+        Raises:
+            FileNotFoundError: it is not here.
+        """
+        content = self.small(job_id, attempt=attempt)
+        if content is not None:
+            return BytesIO(content)
+        path = self.path(job_id, attempt=attempt)
+        touch(path)
+        return path.open("rb")
+
+    def on_disk(self, job_id: str, *, attempt: int) -> Path:
+        """Return where the result is as a file, which a small one is from now on, too."""
+        path = self.path(job_id, attempt=attempt)
+        content = None if path.exists() else self.small(job_id, attempt=attempt)
+        if content is not None:
+            make_folder(path.parent)
+            write_whole(path, content)
+        return path
+
+    def use_of(self, job_id: str, *, attempt: int) -> FileUse | None:
+        """Return the result's size and last use; None if it is not here."""
+        name = _name(job_id, attempt)
+        found = self._small.uses([name]).get(name)
+        return found or use_of(self.path(job_id, attempt=attempt))
 
     def path(self, job_id: str, *, attempt: int) -> Path:
         """Return where the attempt's result is once it is committed."""
@@ -51,14 +112,38 @@ class ResultStore:
 
     def files(self) -> Iterator[tuple[str, FileUse]]:
         """Give the job's id, the size and the last use of every committed result."""
+        in_redis = dict(self._small.all())
+        yield from ((name.rpartition(".")[0], found) for name, found in in_redis.items())
         for path in self._root.glob("*.safetensors"):
-            found = use_of(path)
+            found = use_of(path) if path.stem not in in_redis else None
             if found is not None:
                 yield path.stem.rpartition(".")[0], found
 
     def touch(self, job_id: str, *, attempt: int) -> bool:
         """Note that the result is used now; False if it is not here."""
-        return touch(self.path(job_id, attempt=attempt)) is not None
+        in_redis = self._small.touch([_name(job_id, attempt)])
+        return bool(in_redis) or touch(self.path(job_id, attempt=attempt)) is not None
+
+    def write_out(self) -> None:
+        """Move small results that are kept for long into files.
+
+        Raises:
+            StorageFull: the disk does not hold them.
+        """
+        for name, found in self._small.due():
+            content = self._small.read(name)
+            if content is None:
+                continue
+            job_id, _, attempt = name.rpartition(".")
+            path = self.path(job_id, attempt=int(attempt))
+            self.room.check(len(content), what="a result")
+            with self.room.noticing_a_full_disk(what="a result"):
+                make_folder(path.parent)
+                write_whole(path, content, flushed=True)
+            os.utime(path, (found.used_s, found.written_s))
+            if found.read_only:
+                path.chmod(FETCHED_MODE)
+            self._small.remove(name, unused_since_s=time.time())
 
     def is_spoilt(self, job_id: str, *, attempt: int) -> bool:
         """Return whether a power cut has left other bytes of a result than were written.
@@ -80,16 +165,26 @@ class ResultStore:
 
     def note_fetched(self, job_id: str, *, attempt: int) -> None:
         """Note that the job's owner has all of the result: its file is made read-only."""
+        if self._small.touch([_name(job_id, attempt)]):
+            self._small.note_fetched(_name(job_id, attempt))
         with suppress(OSError):  # gone, or on a disk that notes nothing
             self.path(job_id, attempt=attempt).chmod(FETCHED_MODE)
 
-    def remove(self, job_id: str, *, unused_since_s: float) -> bool:
+    def remove(self, job_id: str, *, attempt: int | None, unused_since_s: float) -> bool:
         """Remove what attempts at a job committed, but what was used after a time.
+
+        Args:
+            attempt: the one that the job's record speaks of, if there is a record.
 
         Returns:
             Whether anything went.
         """
-        gone = []
+        gone: list[object] = []
+        if attempt is not None and self._small.remove(
+            _name(job_id, attempt), unused_since_s=unused_since_s
+        ):
+            gone.append(attempt)
+            unused_since_s = math.inf  # a file of the same is a copy, see `on_disk`
         for path in files_of(self._root, job_id):
             found = use_of(path) if path.suffix == ".safetensors" else None
             if found is not None and found.used_s <= unused_since_s:
@@ -114,10 +209,24 @@ class ResultStore:
 
     def discard(self, job_id: str, *, attempt: int) -> None:
         """Remove what the attempt wrote, whether committed or not."""
+        self._small.remove(_name(job_id, attempt), unused_since_s=math.inf)
         self.partial_path(job_id, attempt=attempt).unlink(missing_ok=True)
         self.path(job_id, attempt=attempt).unlink(missing_ok=True)
 
 
-def result_store(data: Path, *, reserve_bytes: int | None = None) -> ResultStore:
-    """Return the results of the box whose data is in this folder; see `Room` for the reserve."""
-    return ResultStore(data / "results", reserve_bytes=reserve_bytes)
+def _name(job_id: str, attempt: int) -> str:
+    return f"{job_id}.{attempt}"
+
+
+def result_store(
+    data: Path,
+    *,
+    connection: redis.Redis | None = None,
+    reserve_bytes: int | None = None,
+) -> ResultStore:
+    """Return the results of the box whose data is in this folder; see `Room` for the reserve.
+
+    Args:
+        connection: of its Redis, where small ones are; without it all are files.
+    """
+    return ResultStore(data / "results", connection=connection, reserve_bytes=reserve_bytes)

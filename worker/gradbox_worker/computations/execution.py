@@ -24,7 +24,7 @@ from gradbox.protocol import (
     SharedSpec,
 )
 from gradbox_engine import Observer
-from gradbox_service.store import Room
+from gradbox_service.store import SMALL_BYTES, Room
 from gradbox_worker.computations import forward, gradient, mixed_gradient, per_sample
 from gradbox_worker.computations.checkpoints import CheckpointFile, Pace
 from gradbox_worker.computations.engine_inputs import built_readout, input_groups
@@ -84,6 +84,7 @@ class Execution:
         limit: what the job may allocate; None is no limit.
         pace: when a long job's state is written.
         phase_ended: told of every phase.
+        small_results: whether those are given to who asks, and not written.
     """
 
     work: Work
@@ -95,6 +96,7 @@ class Execution:
     limit: MemoryLimit | None = None
     pace: Pace | None = None
     phase_ended: PhaseEnded | None = None
+    small_results: bool = False
 
     def attempt(self) -> Finished | Stopped | Caught:
         """Run the job; whatever its model or its loss raises comes back as a problem."""
@@ -165,7 +167,8 @@ class Execution:
         loaded = self.registry.get(work.model, work.model_version)
         phases.enter(READ_INPUTS)
         room = Room(work.result_path.parent, work.disk_reserve_bytes)
-        result_file = ResultOnDisk(work.result_path, room=room)
+        small_bytes = SMALL_BYTES if self.small_results else 0
+        result_file = ResultOnDisk(work.result_path, room=room, small_bytes=small_bytes)
         held = nullcontext() if self.limit is None else self.limit.held()
         rounding = RoundedGradients(spec.transfer)
         with held, BlobTensors(self.blobs, device=device) as tensors, result_file:
@@ -204,7 +207,7 @@ class Execution:
             load_s = time.perf_counter() - began
             computed = COMPUTATIONS[type(spec)](job, spec)
             phases.enter(WRITE_RESULT)
-            result = commit(
+            written = commit(
                 result_file,
                 computed,
                 work,
@@ -218,4 +221,4 @@ class Execution:
                 resumed=job.checkpoints.resumed,
             )
         self.kept.keep(work, computed.kept)
-        return Finished(result)
+        return Finished(written.view, written.content)

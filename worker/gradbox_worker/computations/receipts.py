@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from gradbox.protocol import PROTOCOL, Receipt, ResultView, Seconds
+from gradbox.protocol import PROTOCOL, Receipt, Seconds
 from gradbox_worker.computations.job import Computed
 from gradbox_worker.computations.memory import PeakMemory
+from gradbox_worker.files.result_file import Written
 from gradbox_worker.files.result_in_place import ResultOnDisk
 from gradbox_worker.files.rounded_gradients import RoundedGradients
 from gradbox_worker.work import Work
@@ -31,7 +32,7 @@ def commit(
     load_s: float,
     resumed: int,
     more_facts: Mapping[str, Any] | None = None,
-) -> ResultView:
+) -> Written:
     """Round what was computed, write the job's receipt, and put the result file in its place.
 
     Args:

@@ -13,7 +13,8 @@ from typing import Final
 import torch
 
 from gradbox.protocol import DeviceMemory, ModelView
-from gradbox_service.store import blob_store
+from gradbox_service.database.connection import connect
+from gradbox_service.store import BlobStore, blob_store
 from gradbox_worker.computations.checkpoints import Pace
 from gradbox_worker.computations.execution import Execution, StopNow
 from gradbox_worker.computations.kept_graphs import KeptGraphs
@@ -59,6 +60,7 @@ class WarmDevice:
         unusable: Mapping[str, str] | None = None,
         entries: Mapping[str, ModelEntry] | None = None,
         before_building: Callable[[str], None] = lambda name: None,
+        blobs: BlobStore | None = None,
     ) -> None:
         """Open the device and build the models that are not known.
 
@@ -69,6 +71,7 @@ class WarmDevice:
             unusable: see `settings.Start`.
             entries: of the models file, where that is not to be read here.
             before_building: called with the name of each model that is about to be built.
+            blobs: the box's; those of the data folder alone if None, and then no result is small.
 
         Raises:
             ModelsFileError: the models file cannot be read.
@@ -102,7 +105,7 @@ class WarmDevice:
         self.unusable = dict(unusable or {}) | {
             name: view.reason for name, view in views.items() if not view.usable
         }
-        self._blobs, self.kept = blob_store(settings.data), KeptGraphs()
+        self._blobs, self.kept = blobs or blob_store(settings.data), KeptGraphs()
         pace_s = settings.checkpoint_after_s
         self._pace = None if pace_s is None else Pace.after(pace_s)
         self._gauge = Gauge(measured, self.registry)
@@ -130,6 +133,7 @@ class WarmDevice:
             limit=self.limit,
             pace=self._pace,
             phase_ended=supervision.phase_ended if work.timed else None,
+            small_results=self._blobs.takes_small(0),
         ).attempt()
         self._gauge.end()
         if not isinstance(answer, Caught):
@@ -161,6 +165,7 @@ def open_device(
         known=start.known,
         unusable=start.unusable,
         before_building=before_building,
+        blobs=blob_store(start.settings.data, connection=connect(start.turns.redis_url)),
     )
 
 

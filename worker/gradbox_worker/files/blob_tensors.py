@@ -1,9 +1,10 @@
 """Reading single tensors out of uploaded safetensors blobs, a shard at a time.
 
-Tensors are read at their offset into memory of their own. `safetensors.safe_open` maps the file
-instead, and its tensors alias the mapping: a model that changes its input in place would change
-what the replay reads, and every shard ever read would count towards the process's resident set.
-Weights are mapped: the engine copies them into the model once, and nothing else looks at them.
+Small blobs come whole, out of Redis. Of a file, tensors are read at their offset into memory of
+their own. `safetensors.safe_open` maps the file instead, and its tensors alias the mapping: a model
+that changes its input in place would change what the replay reads, and every shard ever read would
+count towards the process's resident set. Weights are mapped: the engine copies them into the model
+once, and nothing else looks at them.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from __future__ import annotations
 import math
 import mmap
 import os
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol, overload
 
@@ -22,7 +25,7 @@ from torch import Tensor
 
 from gradbox.errors import BlobRejected, InvalidInputs, MissingBlobs
 from gradbox.protocol import ShardRef, TensorRef
-from gradbox.tensors.safetensors_header import SafetensorsHeader, TensorEntry
+from gradbox.tensors.safetensors_header import SafetensorsHeader, TensorEntry, header_of
 from gradbox_worker.files.safetensors_types import TORCH_DTYPES
 
 MAX_OPEN_FILES: Final = 64
@@ -32,6 +35,7 @@ ENDS_EARLY: Final = "expected a whole blob, got one that ends early; upload it a
 class Blobs(Protocol):
     """Where uploaded blobs lie: `gradbox_service.store.BlobStore`."""
 
+    def small(self, digest: str) -> bytes | None: ...
     def path(self, digest: str) -> Path: ...
     def header(self, digest: str) -> SafetensorsHeader | None: ...
 
@@ -48,12 +52,11 @@ class TensorForm(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class _OpenBlob:
-    def __init__(self, path: Path, header: SafetensorsHeader) -> None:
+class _Blob(ABC):
+    def __init__(self, header: SafetensorsHeader) -> None:
         self.entries = header.tensors
         self.names_under = header.names_under
         self._data_start = header.data_start
-        self._fd = os.open(path, os.O_RDONLY)
 
     def read(self, name: str, *, pinned: bool = False) -> Tensor:
         """Read a tensor to the host, into page-locked memory if it is to be copied from there."""
@@ -62,13 +65,59 @@ class _OpenBlob:
         if entry.begin == entry.end:
             return tensor
         memory = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        self._read_into(memory, self._data_start + entry.begin)
+        return tensor
+
+    def mapped(self, name: str) -> Tensor:
+        """Return a tensor for which no memory is taken where that can be helped."""
+        return self.read(name)
+
+    @abstractmethod
+    def _read_into(self, memory: memoryview, begin: int) -> None:
+        """Fill memory with bytes of the blob."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close what is open."""
+
+    def _dtype(self, name: str) -> torch.dtype:
+        dtype = TORCH_DTYPES.get(self.entries[name].dtype)
+        if dtype is None:
+            raise BlobRejected(
+                f"expected tensors of {', '.join(TORCH_DTYPES)}, got {name!r} of "
+                f"{self.entries[name].dtype}; convert it"
+            )
+        return dtype
+
+
+class _SmallBlob(_Blob):
+    """One whose bytes are in memory."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(header_of(BytesIO(content)))
+        self._content = content
+
+    def _read_into(self, memory: memoryview, begin: int) -> None:
+        memory[:] = self._content[begin : begin + len(memory)]
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class _BlobFile(_Blob):
+    """One in the data folder."""
+
+    def __init__(self, path: Path, header: SafetensorsHeader) -> None:
+        super().__init__(header)
+        self._fd = os.open(path, os.O_RDONLY)
+
+    def _read_into(self, memory: memoryview, begin: int) -> None:
         done = 0
         while done < len(memory):
-            got = os.preadv(self._fd, [memory[done:]], self._data_start + entry.begin + done)
+            got = os.preadv(self._fd, [memory[done:]], begin + done)
             if got == 0:
                 raise BlobRejected(ENDS_EARLY)
             done += got
-        return tensor
 
     def mapped(self, name: str) -> Tensor:
         """Return a tensor in the file's own pages; what is written to it, the file does not get."""
@@ -86,15 +135,6 @@ class _OpenBlob:
         flat = torch.frombuffer(pages, dtype=torch.uint8, count=size_bytes, offset=skipped)
         return flat.view(dtype).reshape(entry.shape)
 
-    def _dtype(self, name: str) -> torch.dtype:
-        dtype = TORCH_DTYPES.get(self.entries[name].dtype)
-        if dtype is None:
-            raise BlobRejected(
-                f"expected tensors of {', '.join(TORCH_DTYPES)}, got {name!r} of "
-                f"{self.entries[name].dtype}; convert it"
-            )
-        return dtype
-
     def close(self) -> None:
         os.close(self._fd)
 
@@ -105,7 +145,7 @@ class BlobTensors:
     def __init__(self, blobs: Blobs, *, device: torch.device) -> None:
         self._blobs = blobs
         self._device = device
-        self._open: OrderedDict[str, _OpenBlob] = OrderedDict()
+        self._open: OrderedDict[str, _Blob] = OrderedDict()
 
     def __enter__(self) -> BlobTensors:
         return self
@@ -170,7 +210,7 @@ class BlobTensors:
         """Return the shards as a sequence that reads each one when it is asked for."""
         return LazyShards(self, refs)
 
-    def _having(self, ref: TensorRef) -> _OpenBlob:
+    def _having(self, ref: TensorRef) -> _Blob:
         """Return the blob that has a tensor."""
         blob = self._blob(ref.blob)
         if ref.tensor not in blob.entries:
@@ -180,7 +220,7 @@ class BlobTensors:
             )
         return blob
 
-    def _blob(self, digest: str) -> _OpenBlob:
+    def _blob(self, digest: str) -> _Blob:
         blob = self._open.get(digest)
         if blob is None:
             blob = self._open[digest] = self._opened(digest)
@@ -189,12 +229,15 @@ class BlobTensors:
         self._open.move_to_end(digest)
         return blob
 
-    def _opened(self, digest: str) -> _OpenBlob:
+    def _opened(self, digest: str) -> _Blob:
+        content = self._blobs.small(digest)
+        if content is not None:
+            return _SmallBlob(content)
         header = self._blobs.header(digest)
         if header is not None:
             # It may be removed between the look at its header and this.
             with suppress(FileNotFoundError):
-                return _OpenBlob(self._blobs.path(digest), header)
+                return _BlobFile(self._blobs.path(digest), header)
         raise MissingBlobs(
             f"expected blob {digest} to be stored as it was sent, but it is gone, or damaged on "
             f"the box's disk; submit the job again, which uploads it again",

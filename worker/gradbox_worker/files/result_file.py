@@ -1,4 +1,4 @@
-"""Writing a result: a safetensors file, streamed to disk and hashed on the way.
+"""Writing a result: a safetensors file, hashed on its way to disk, or to memory if it is small.
 
 `safetensors.torch.save_file` would need a second pass for the digest, and all tensors on the CPU at
 once; here one tensor at a time leaves the device. Its last tensor are the `checksums` of the rest.
@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import torch
 from torch import Tensor
@@ -34,17 +36,29 @@ HASHED_BESIDE_BYTES: Final = 2**20
 RESULT: Final = "the result"
 
 
+@dataclass(frozen=True)
+class Written:
+    """A result that was written: what is said of it, and its bytes where no file has them."""
+
+    view: ResultView
+    content: bytes | None = None
+
+
 def write_result(
     path: Path,
     tensors: Mapping[str, Tensor],
     *,
     metadata: Mapping[str, str],
     room: Room,
-) -> ResultView:
+    small_bytes: int = 0,
+) -> Written:
     """Write `path` so that it is there whole or not at all, and return its size and digest.
 
     A power cut it may not outlive: it is then missing or cut short, and the box says so. A result
     can be computed again.
+
+    Args:
+        small_bytes: a result of fewer bytes gets no file.
 
     Raises:
         InvalidInputs: a tensor's dtype has no place in a safetensors file.
@@ -53,27 +67,35 @@ def write_result(
     # Widest dtype first, so that every tensor begins at a multiple of its item size.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     entries = laid_out({name: (tensors[name].shape, tensors[name].dtype) for name in names})
-    partial = path.with_suffix(".partial")  # as ResultStore names it, which discards it
     data_bytes = sum(tensor.nbytes for tensor in tensors.values())
     entries |= laid_out({CHECKSUMS: (shape_for(data_bytes), torch.uint8)}, at=data_bytes)
     header = header_bytes(entries, metadata)
+    if len(header) + entries[CHECKSUMS]["data_offsets"][1] < small_bytes:
+        buffer = BytesIO()
+        view = _written(buffer, header, [tensors[name] for name in names])
+        return Written(view, buffer.getvalue())
+    partial = path.with_suffix(".partial")  # as ResultStore names it, which discards it
     room.check(data_bytes, what=RESULT)
     make_folder(path.parent)
     try:
         with room.noticing_a_full_disk(what=RESULT), open(partial, "wb") as file:
-            digests = FileDigests(header)
-            file.write(header)
-            for name in names:
-                piece = bytes_in_order(tensors[name])
-                with digests.of(piece):
-                    file.write(piece)
-            file.write(digests.finish())
-            size_bytes = file.tell()
+            view = _written(file, header, [tensors[name] for name in names])
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    return ResultView(size_bytes=size_bytes, sha256=digests.sha256.hexdigest())
+    return Written(view)
+
+
+def _written(file: BinaryIO, header: bytes, tensors: Iterable[Tensor]) -> ResultView:
+    digests = FileDigests(header)
+    file.write(header)
+    for tensor in tensors:
+        piece = bytes_in_order(tensor)
+        with digests.of(piece):
+            file.write(piece)
+    file.write(digests.finish())
+    return ResultView(size_bytes=file.tell(), sha256=digests.sha256.hexdigest())
 
 
 class FileDigests:

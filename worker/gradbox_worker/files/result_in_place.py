@@ -39,6 +39,7 @@ from gradbox_worker.files.result_file import (
     LENGTH_BYTES,
     RESULT,
     FileDigests,
+    Written,
     header_bytes,
     laid_out,
     write_result,
@@ -58,8 +59,13 @@ class ResultOnDisk:
     Leaving the context without `commit` leaves nothing, but what was kept under a second name.
     """
 
-    def __init__(self, path: Path, *, room: Room) -> None:
-        """Write nothing yet."""
+    def __init__(self, path: Path, *, room: Room, small_bytes: int = 0) -> None:
+        """Write nothing yet.
+
+        Args:
+            small_bytes: see `write_result`.
+        """
+        self._small_bytes = small_bytes
         self._path = path
         self._disk = room
         self._partial = path.with_suffix(".partial")  # as ResultStore names it, which discards it
@@ -214,7 +220,7 @@ class ResultOnDisk:
         with self._disk.noticing_a_full_disk(what=RESULT):
             self._writer.piece(self._regions[name], at, piece)
 
-    def commit(self, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str]) -> ResultView:
+    def commit(self, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str]) -> Written:
         """Add the tensors that are in memory and put the file in its place.
 
         Args:
@@ -226,7 +232,13 @@ class ResultOnDisk:
         """
         if not self._regions:
             self._close()  # a file that an earlier attempt laid out
-            return write_result(self._path, tensors, metadata=metadata, room=self._disk)
+            return write_result(
+                self._path,
+                tensors,
+                metadata=metadata,
+                room=self._disk,
+                small_bytes=self._small_bytes,
+            )
         in_memory = [tensor for tensor in tensors.values() if not tensor.is_meta]
         self._disk.check(sum(tensor.nbytes for tensor in in_memory), what=RESULT)
         filler = torch.zeros(-self._end % ALIGNMENT_BYTES, dtype=torch.uint8)
@@ -248,7 +260,7 @@ class ResultOnDisk:
             self._put(bytes_in_order(tensor), self._data_start + start)
         header = header_bytes(self._entries, metadata, at_least=self._header_room)
         self._put(memoryview(header), 0)
-        return self._put_in_place(header)
+        return Written(self._put_in_place(header))
 
     def _make_header_fit(self, metadata: Mapping[str, str]) -> None:
         """Move what was written so far, from its end on, where the header outgrew its room."""

@@ -122,7 +122,9 @@ def serve(start: Start, orders: Orders, open_device: Opening) -> None:
     attempts = Attempts(
         Records(connection),
         turns,
-        result_store(start.settings.data, reserve_bytes=start.turns.disk_reserve_bytes),
+        result_store(
+            start.settings.data, connection=connection, reserve_bytes=start.turns.disk_reserve_bytes
+        ),
         start.turns.worker,
         leaving=lambda: orders.leaving,
     )

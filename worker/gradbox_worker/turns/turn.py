@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Final
 
 import redis
+from redis.client import Pipeline
 
 from gradbox.errors import GradboxError, JobFailed, JobTimedOut, OutOfMemory, WorkerLost
 from gradbox.protocol import CotangentsLoss, GradientSpec, JobSpec, JobState, Problem, SampleSpec
@@ -85,7 +86,7 @@ class Attempts:
         Returns:
             The state that the job is left in, or "skipped" if the attempt did not count any more.
         """
-        return self._end(record, _transition(record, outcome, stop_reason))
+        return self._end(record, _transition(record, outcome, stop_reason), outcome)
 
     def recover(self) -> None:
         """Take back the jobs that a worker of this name held when it was killed.
@@ -104,13 +105,25 @@ class Attempts:
     def _is_ours(self, record: JobRecord) -> bool:
         return record.state is JobState.RUNNING and record.worker == self.worker
 
-    def _end(self, record: JobRecord, transition: Transition | None) -> str:
+    def _end(
+        self, record: JobRecord, transition: Transition | None, outcome: Outcome | None = None
+    ) -> str:
         """Change the record, and keep a result only if it counts."""
         after = None
+        content = outcome.content if isinstance(outcome, Finished) else None
+
+        def write_result(pipe: Pipeline) -> None:
+            if content is not None:
+                self.results.write(pipe, record.id, attempt=record.attempt, content=content)
+
         if transition is not None:
             done = (JobState.DONE, record.attempt)
             after = self._change(
-                record.id, transition, made=lambda r: (r.state, r.attempt) == done, since=record
+                record.id,
+                transition,
+                made=lambda r: (r.state, r.attempt) == done,
+                since=record,
+                beside=write_result,
             )
         if after is None:
             self.turns.let_go(self.worker)
@@ -132,6 +145,7 @@ class Attempts:
         made: Callable[[JobRecord], bool],
         lease_s: float | None = None,
         since: JobRecord | None = None,
+        beside: Callable[[Pipeline], None] = lambda _: None,
     ) -> JobRecord | None:
         """Change the record as soon as Redis takes it.
 
@@ -147,7 +161,14 @@ class Attempts:
         """
         while True:
             try:
-                after = self.records.update(job_id, transition, lease_s=lease_s, holder=self.worker)
+                after = self.records.update(
+                    job_id,
+                    transition,
+                    lease_s=lease_s,
+                    holder=self.worker,
+                    since=since,
+                    beside=beside,
+                )
                 if after is None and (found := self.records.get(job_id)) and made(found):
                     return found
                 return after
@@ -276,7 +297,7 @@ class TurnRunner:
         earlier = None if job_id is None else self.attempts.records.get(job_id)
         if earlier is None:
             return None
-        return self.attempts.results.path(earlier.id, attempt=earlier.attempt)
+        return self.attempts.results.on_disk(earlier.id, attempt=earlier.attempt)
 
 
 def _record_wait(record: JobRecord) -> None:

@@ -26,7 +26,6 @@ from gradbox_service.http.routes import Router
 from gradbox_service.identity.tokens import TokenInfo
 from gradbox_service.settings import MIB, Settings
 from gradbox_service.store import Upload
-from gradbox_service.store.files import use_of
 
 router = Router(prefix="/v1/blobs", tags=["blobs"])
 
@@ -58,12 +57,12 @@ def list_blobs(
     """The caller's blobs, by digest, in pages. To list one is no use of it."""
     digests = sorted(d for d in box.owners.blobs_of(caller.name) if d > (cursor or ""))
     page = digests[:limit]
-    uses = {digest: use_of(box.blobs.path(digest)) for digest in page}
+    uses = box.blobs.uses(page)
     return BlobList(
         blobs=[
-            BlobView(digest=digest, size_bytes=use.size_bytes, used_s=use.used_s)
-            for digest, use in uses.items()
-            if use is not None
+            BlobView(digest=digest, size_bytes=uses[digest].size_bytes, used_s=uses[digest].used_s)
+            for digest in page
+            if digest in uses
         ],
         next=page[-1] if len(digests) > limit else None,
     )

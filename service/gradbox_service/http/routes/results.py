@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from email.utils import formatdate
 from functools import partial
+from io import BytesIO
 from typing import Any, BinaryIO, Final
 
 import anyio.to_thread
@@ -19,7 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from gradbox.errors import BlobRejected, ResultGone, ResultNotReady
 from gradbox.protocol import JobState, Receipt, ResultView
-from gradbox.tensors.checksums import read_checked_header
+from gradbox.tensors.checksums import checked_header
 from gradbox_service.backing import Backing
 from gradbox_service.http.allowances import transfer
 from gradbox_service.http.auth import Box, Caller, VisibleJob
@@ -73,7 +74,10 @@ async def _pieces(file: BinaryIO, begin: int, end: int) -> AsyncIterator[memoryv
     """Yield these bytes of a file; other requests have their turn between two pieces."""
     while begin < end:
         size_bytes = min(PIECE_BYTES, end - begin)
-        piece = _cached(file, begin, size_bytes)
+        if isinstance(file, BytesIO):  # a small result, of one piece
+            piece: memoryview | None = file.getbuffer()[begin:end]
+        else:
+            piece = _cached(file, begin, size_bytes)
         if piece is None:
             read = partial(os.pread, file.fileno(), size_bytes, begin)
             piece = memoryview(await anyio.to_thread.run_sync(read))
@@ -145,7 +149,8 @@ def job_receipt(record: VisibleJob, box: Box) -> Receipt:
     """The receipt of a job that is done, as its result file has it."""
     _result_of(record)
     try:
-        header = read_checked_header(box.results.path(record.id, attempt=record.attempt))
+        with box.results.open(record.id, attempt=record.attempt) as file:
+            header = checked_header(file)
     except FileNotFoundError:
         raise ResultGone(_gone(record)) from None
     except BlobRejected:
@@ -182,19 +187,19 @@ def _opened(record: JobRecord, result: ResultView, box: Backing) -> BinaryIO:
     Raises:
         ResultGone: it was removed, cut short or damaged.
     """
-    box.results.touch(record.id, attempt=record.attempt)
     try:
-        file = box.results.path(record.id, attempt=record.attempt).open("rb")
+        file = box.results.open(record.id, attempt=record.attempt)
     except FileNotFoundError:
         raise ResultGone(_gone(record)) from None
-    found_bytes = os.fstat(file.fileno()).st_size
+    found_bytes = file.seek(0, os.SEEK_END)
     if found_bytes != result.size_bytes:
         file.close()
         raise ResultGone(
             f"the result of job {record.id} has {found_bytes} of its {result.size_bytes} bytes "
             f"left, as after a power cut; submit the job again"
         )
-    if box.results.is_spoilt(record.id, attempt=record.attempt):
+    is_file = not isinstance(file, BytesIO)
+    if is_file and box.results.is_spoilt(record.id, attempt=record.attempt):
         file.close()
         raise ResultGone(_damaged(record))
     return file

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
-from gradbox.protocol import DeviceMemory
+from gradbox.protocol import DeviceMemory, names_in
 from gradbox_engine.errors import CoupledShards
+from gradbox_service.database.connection import connect
+from gradbox_service.store import blob_store
 from gradbox_worker import work as work_outcomes
 from gradbox_worker.cluster.coordinator.joined import ClusterGone, JoinedCluster
 from gradbox_worker.cluster.coordinator.waiting_graphs import WaitingGraphs
@@ -61,6 +63,8 @@ class CoordinatingDevice:
             DeviceNotStarted: there is none, or it cannot be joined.
         """
         self._settings, self._measured = start.settings, measured
+        connection = connect(start.turns.redis_url)
+        self._blobs = blob_store(start.settings.data, connection=connection)
         path = start.settings.cluster
         assert path is not None
         self._cluster = JoinedCluster(path, reloads=start.reloads)
@@ -81,6 +85,8 @@ class CoordinatingDevice:
 
     def run(self, work: Work, supervision: Supervision) -> work_outcomes.Outcome:
         """Have devices of the cluster run a job to its end."""
+        for name in names_in(work.spec):  # the devices see the folder, and not Redis
+            self._blobs.on_disk(name)
         step: JobStep | None = None
 
         def report(frame: FromDevice) -> None:

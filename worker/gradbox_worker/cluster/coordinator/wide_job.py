@@ -125,7 +125,7 @@ class WideJob:
             load_s = time.perf_counter() - began
             with closing(self._open):
                 computed, ranges = _run(wide, setting)
-            result = commit(
+            written = commit(
                 result_file,
                 computed,
                 work,
@@ -139,7 +139,7 @@ class WideJob:
                 resumed=self._open.resumed,
                 more_facts={"ranges": ranges, "bytes_moved": dict(self._open.moved)},
             )
-        return RunFinished(result=result)
+        return RunFinished(result=written.view)
 
     def _range_job(
         self,

@@ -1,0 +1,138 @@
+"""Small files in Redis: no job waits for a disk, and none of its own is on one.
+
+    gradbox:small:KIND:NAME     the bytes
+    gradbox:small:KIND          zset: name → when it was last used, in seconds since 1970
+    gradbox:fetched:KIND        the same of those that were sent whole to whom they are for
+
+They are written by the transaction that makes them count, so they are there whole or not at all,
+and go into Redis's own file with it. What is kept for longer than `KEPT_S` moves to the data folder
+(`write_out` of the stores), for memory is dear.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, Final, Literal, cast
+
+import redis
+from redis.client import Pipeline
+
+from gradbox_service.database.conditional_commands import OVER_BOUND
+from gradbox_service.store.files import FileUse
+
+# A file of so many bytes, or of more, goes to the data folder at once.
+SMALL_BYTES: Final = 64 * 2**10
+# One that was not used for so long moves there, or for so long where Redis fills up.
+KEPT_S: Final = 600.0
+KEPT_IF_FULL_S: Final = 30.0
+# It does once it takes more than the third part of what it may.
+FULL_FACTOR: Final = 3
+PAGE: Final = 500
+# KEYS: the bytes, the two sets; ARGV: the name, and since when it was not used.
+REMOVE: Final = (
+    OVER_BOUND
+    + """
+local used = redis.call('ZSCORE', KEYS[2], ARGV[1])
+if not used or tonumber(used) > tonumber(ARGV[2]) then return 0 end
+redis.call('ZREM', KEYS[2], ARGV[1])
+redis.call('ZREM', KEYS[3], ARGV[1])
+return redis.call('DEL', KEYS[1])
+"""
+)
+
+
+class SmallFiles:
+    """Those of one kind. Without a connection there are none, and none is taken."""
+
+    def __init__(self, connection: redis.Redis | None, kind: Literal["blob", "result"]) -> None:
+        self._redis = connection
+        self._used = f"gradbox:small:{kind}"
+        self._fetched = f"gradbox:fetched:{kind}"
+        self._remove = None if connection is None else connection.register_script(REMOVE)
+
+    def take(self, num_bytes: int) -> bool:
+        """Return whether a file of this size belongs here."""
+        return self._redis is not None and num_bytes < SMALL_BYTES
+
+    def write(self, pipe: Pipeline, name: str, content: bytes | memoryview) -> None:
+        """Write a file by a transaction of the caller's."""
+        pipe.set(self._key(name), cast(Any, content))
+        pipe.zadd(self._used, {name: time.time()})
+
+    def read(self, name: str, *, fetched: bool = False) -> bytes | None:
+        """Return a file, which is used now; None if it is not here.
+
+        Args:
+            fetched: whether it is sent whole to whom it is for.
+        """
+        if self._redis is None:
+            return None
+        with self._redis.pipeline(transaction=False) as pipe:
+            pipe.get(self._key(name))
+            pipe.zadd(self._used, {name: time.time()}, xx=True)
+            if fetched:
+                pipe.zadd(self._fetched, {name: time.time()})
+            return cast("bytes | None", pipe.execute(raise_on_error=False)[0])
+
+    def touch(self, names: Sequence[str]) -> frozenset[str]:
+        """Note that files are used now; return those that are here."""
+        if self._redis is None or not names:
+            return frozenset()
+        with self._redis.pipeline(transaction=False) as pipe:
+            for name in names:
+                pipe.exists(self._key(name))
+                pipe.zadd(self._used, {name: time.time()}, xx=True)
+            there = pipe.execute(raise_on_error=False)[::2]
+        return frozenset(name for name, is_there in zip(names, there, strict=True) if is_there)
+
+    def note_fetched(self, name: str) -> None:
+        """Note that a file was sent whole to whom it is for."""
+        if self._redis is not None:
+            self._redis.zadd(self._fetched, {name: time.time()})
+
+    def uses(self, names: Collection[str]) -> Mapping[str, FileUse]:
+        """Return the size and last use of each file that is here; to ask is no use."""
+        if self._redis is None or not names:
+            return {}
+        with self._redis.pipeline(transaction=False) as pipe:
+            for name in names:
+                pipe.strlen(self._key(name))
+                pipe.zscore(self._used, name)
+                pipe.zscore(self._fetched, name)
+            found = pipe.execute()
+        of = zip(names, found[::3], found[1::3], found[2::3], strict=True)
+        return {
+            name: FileUse(size, max(used, fetched or 0.0), used, read_only=fetched is not None)
+            for name, size, used, fetched in of
+            if size and used is not None
+        }
+
+    def all(self, *, unused_since_s: float | None = None) -> Iterator[tuple[str, FileUse]]:
+        """Give every file, or those that were not used since a time."""
+        if self._redis is None:
+            return
+        until: Any = "+inf" if unused_since_s is None else unused_since_s
+        names = iter(cast("list[bytes]", self._redis.zrangebyscore(self._used, "-inf", until)))
+        while page := [name.decode() for name in islice(names, PAGE)]:
+            yield from self.uses(page).items()
+
+    def remove(self, name: str, *, unused_since_s: float) -> bool:
+        """Remove a file unless it was used after a time; return whether it went."""
+        if self._remove is None:
+            return False
+        keys = [self._key(name), self._used, self._fetched]
+        return bool(self._remove(keys=keys, args=[name, repr(unused_since_s)]))
+
+    def due(self) -> Iterator[tuple[str, FileUse]]:
+        """Give the files that are to move to the data folder."""
+        if self._redis is None:
+            return
+        memory = cast("dict[str, int]", self._redis.info("memory"))
+        is_full = 0 < memory.get("maxmemory", 0) < FULL_FACTOR * memory["used_memory"]
+        kept_s = KEPT_IF_FULL_S if is_full else KEPT_S
+        yield from self.all(unused_since_s=time.time() - kept_s)
+
+    def _key(self, name: str) -> str:
+        return f"{self._used}:{name}"
