@@ -12,6 +12,8 @@ from gradbox_service.fleet import Fleet, WorkerPresence
 from gradbox_service.fleet.workers import offered_versions, unusable_models
 
 MIN_VERSION_LENGTH = 8
+# How old a look at a model's description may be, which changes only with a worker.
+DESCRIBED_WITHIN_S = 1.0
 
 
 def find_model(reference: str, *, workers: Sequence[WorkerPresence], fleet: Fleet) -> ModelView:
@@ -42,7 +44,7 @@ def find_model(reference: str, *, workers: Sequence[WorkerPresence], fleet: Flee
             )
         raise UnknownModel(_unknown(name, list(offered)))
     version = _version(name, wanted, offered[name]) if at else offered[name][0]
-    view = fleet.model(name, version=version)
+    view = fleet.model(name, version=version, within_s=DESCRIBED_WITHIN_S)
     if view is None:
         raise ServiceUnavailable(f"the model {name!r} is being described; try again in a second")
     return view

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BytesIO
+from typing import Final
 
 from redis.client import Pipeline
 
@@ -17,7 +18,6 @@ from gradbox.protocol import (
     JobSpec,
     ModelView,
     OperationMode,
-    OperationView,
     parse_posted,
     spec_digest,
 )
@@ -36,11 +36,14 @@ from gradbox_service.admission.limits import (
 from gradbox_service.admission.quota import Quota
 from gradbox_service.backing import Backing
 from gradbox_service.cleaning.under_way import UnderWay
-from gradbox_service.fleet import WorkerPresence
+from gradbox_service.fleet import Standing, WorkerPresence
 from gradbox_service.identity.tokens import TokenInfo
 from gradbox_service.jobs import JobRecord
 from gradbox_service.queue.dispatch import Dispatcher
 from gradbox_service.settings import Settings
+
+# How old a look at Redis' memory may be: it does not fill up faster.
+MEMORY_S: Final = 1.0
 
 
 def checked(blobs: Mapping[str, bytes], *, limit_bytes: int) -> dict[str, SafetensorsHeader]:
@@ -139,14 +142,15 @@ def post(
     spec, forward = _completed(posted, owner=caller.name, box=box)
     digest = spec_digest(spec)
     try:
-        operation = _check_box(spec, owner=caller.name, box=box, quota=quota, settings=settings)
+        standing = box.fleet.standing(caller.name)
+        _check_box(spec, standing, owner=caller.name, box=box, quota=quota, settings=settings)
         blobs = blobs or {}
         sent = checked(blobs, limit_bytes=settings.max_blob_bytes)
         with (
             taking(blobs, owner=caller.name, box=box, quota=quota) as write_blobs,
             under_way.posting(caller.name),
         ):
-            workers = box.fleet.workers()
+            workers = standing.workers
             model = _admitted(
                 spec, posted, forward, sent=sent, owner=caller.name, workers=workers, box=box
             )
@@ -165,7 +169,7 @@ def post(
                 idempotency_key=idempotency_key or "",
                 traceparent=traceparent,
             )
-            is_fed = dispatcher.hands_out(record, workers=workers, hold=operation.hold)
+            is_fed = dispatcher.hands_out(record, workers=workers, hold=standing.operation.hold)
             created = None
             try:
                 created = box.records.create(
@@ -190,21 +194,26 @@ def post(
 
 
 def _check_box(
-    spec: JobSpec, *, owner: str, box: Backing, quota: Quota, settings: Settings
-) -> OperationView:
-    """Check that the box takes another job of the owner, and return whether it hands jobs out."""
-    operation = box.operation.read()
+    spec: JobSpec,
+    standing: Standing,
+    *,
+    owner: str,
+    box: Backing,
+    quota: Quota,
+    settings: Settings,
+) -> None:
+    """Check that the box takes another job of the owner."""
+    operation = standing.operation
     if operation.mode is OperationMode.DRAINING:
         raise BoxDraining(
             f"this box is {operation}; it takes no new jobs, those that wait stay where "
             f"they are: submit again once it is back"
         )
-    memory = box.records.memory()
+    memory = box.records.memory(within_s=MEMORY_S)
     check_room(memory, box.blobs.room)
     check_leaves_room(owner, memory=memory, records=box.records)
     quota.check(spec, owner=owner)
-    check_queue(box.records.num_active(owner), settings=settings)
-    return operation
+    check_queue(standing.num_active, settings=settings)
 
 
 def _admitted(

@@ -2,10 +2,10 @@
 
 To read in this order:
 
-    workers      who lives, what each does, and the models they announce
     operation    whether jobs are handed out and taken: running, paused, draining
+    workers      who lives, what each does, and the models they announce
 """
 
-from gradbox_service.fleet.workers import Fleet, WorkerPresence
+from gradbox_service.fleet.workers import Fleet, Standing, WorkerPresence
 
-__all__ = ["Fleet", "WorkerPresence"]
+__all__ = ["Fleet", "Standing", "WorkerPresence"]

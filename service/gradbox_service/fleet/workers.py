@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, TypeVar, cast
 
 import redis
 from pydantic import BaseModel, ConfigDict
 
-from gradbox.protocol import DeviceMemory, ModelBuild, ModelView
+from gradbox.protocol import DeviceMemory, ModelBuild, ModelView, OperationView
 from gradbox_service.database.conditional_commands import ConditionalCommands
 from gradbox_service.database.refusals import unless_refused
+from gradbox_service.fleet.operation import OPERATION, read_operation
 from gradbox_service.jobs import changes
 from gradbox_service.jobs.turns import held_key
 
@@ -67,6 +70,15 @@ class WorkerPresence(BaseModel):
         return self.model_copy(update={"state": state, "job": job})
 
 
+@dataclass(frozen=True)
+class Standing:
+    """What a job that is posted meets: the box's mode, the owner's other jobs, the workers."""
+
+    operation: OperationView
+    num_active: int
+    workers: Sequence[WorkerPresence]
+
+
 class Fleet:
     """What workers announce and the service reads.
 
@@ -76,6 +88,8 @@ class Fleet:
     def __init__(self, connection: redis.Redis) -> None:
         self._redis = connection
         self._commands = ConditionalCommands(connection, over_bound=True)
+        self._names: list[str] = []  # of the workers that lived at the last look
+        self._read: dict[str, tuple[float, ModelView]] = {}  # when each description was read
 
     def announce(self, presence: WorkerPresence, *, ttl_s: float) -> None:
         """Say that a worker lives, for the next `ttl_s` seconds."""
@@ -122,6 +136,22 @@ class Fleet:
         """Return how often workers have been asked to read their models file again."""
         return int(cast("bytes | None", self._redis.get(RELOADS)) or 0)
 
+    def standing(self, owner: str) -> Standing:
+        """Return what a job that an owner posts meets; one round trip, if no worker is new."""
+        names = self._names
+        with self._redis.pipeline(transaction=False) as pipe:
+            pipe.get(OPERATION)
+            pipe.zcard(changes.active_key(owner))
+            pipe.smembers(WORKERS)
+            pipe.mget([_presence_key(name) for name in names] or [WORKERS])
+            operation, num_active, known, found = pipe.execute(raise_on_error=not names)
+        are_known = {name.decode() for name in known} == set(names) and None not in found
+        return Standing(
+            read_operation(operation),
+            num_active,
+            _all_parsed(found) if names and are_known else self.workers(),
+        )
+
     def workers(self) -> Sequence[WorkerPresence]:
         """Return the live workers by name."""
         names = sorted(n.decode() for n in cast("set[bytes]", self._redis.smembers(WORKERS)))
@@ -132,20 +162,32 @@ class Fleet:
         if gone:
             with unless_refused():  # a later look forgets them
                 self._redis.srem(WORKERS, *gone)
+        self._names = [name for name in names if name not in gone]
         return [
             worker if job is None else worker.busy_with(job)
             for text, job in zip(found, held, strict=True)
             if text is not None and (worker := _parsed(WorkerPresence, text)) is not None
         ]
 
-    def model(self, name: str, *, version: str) -> ModelView | None:
-        """Return a description that was published."""
-        text = cast("bytes | None", self._redis.hget(MODELS, f"{name}@{version}"))
-        return None if text is None else _parsed(ModelView, text)
+    def model(self, name: str, *, version: str, within_s: float = 0.0) -> ModelView | None:
+        """Return a description that was published, as it is or was within these seconds."""
+        reference = f"{name}@{version}"
+        read_s, view = self._read.get(reference, (-math.inf, None))
+        if time.monotonic() - read_s > within_s:
+            text = cast("bytes | None", self._redis.hget(MODELS, reference))
+            view = None if text is None else _parsed(ModelView, text)
+            if view is not None:
+                self._read[reference] = (time.monotonic(), view)
+        return view
 
 
 def _presence_key(name: str) -> str:
     return f"gradbox:worker:{name}"
+
+
+def _all_parsed(texts: Iterable[bytes | None]) -> list[WorkerPresence]:
+    found = [_parsed(WorkerPresence, text) for text in texts if text is not None]
+    return [worker for worker in found if worker is not None]
 
 
 def _parsed(kind: type[T], text: bytes) -> T | None:

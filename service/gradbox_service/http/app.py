@@ -81,7 +81,10 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
     app.state.backing = backing
     app.state.board = board = Board(backing)
     app.state.hub = hub = Hub(
-        backing.records, on_changes=board.note, anybody_else=lambda: board.watched
+        backing.records,
+        backing.results,
+        on_changes=board.note,
+        anybody_else=lambda: board.watched,
     )
     app.state.streams = open_streams(settings)
     app.state.transfers = open_transfers(settings)

@@ -13,7 +13,9 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import partial
+from typing import NamedTuple
 
 import anyio.to_thread
 import redis
@@ -21,6 +23,7 @@ import redis
 from gradbox.protocol import JobState
 from gradbox_service.jobs import Change, Event, JobRecord, Records
 from gradbox_service.jobs.changes import parse_id
+from gradbox_service.store import SMALL_BYTES, ResultStore
 
 log = logging.getLogger(__name__)
 
@@ -30,15 +33,32 @@ REREAD_S = 5.0
 MAX_ENDS = 1000
 
 
+class Wants(Enum):
+    """Who is to have a job's result."""
+
+    OWNER = auto()
+    SOMEBODY_ELSE = auto()
+
+
+class End(NamedTuple):
+    """A job's record after a wait for its end, and its small result where that was read."""
+
+    record: JobRecord
+    result: bytes | None = None
+
+
 @dataclass(eq=False)
 class Watcher:
     """One who listens to a job, or waits for its end alone.
 
     Attributes:
+        ends_alone: whether it waits for the end alone.
+        result: who wants a small result with the end, and then the result.
         changes: those not taken yet; None once they have to be read.
     """
 
-    ends_alone: bool
+    ends_alone: bool = False
+    result: Wants | bytes | None = None
     woken: asyncio.Event = field(default_factory=asyncio.Event)
     changes: list[Change] | None = field(default_factory=list)
 
@@ -62,6 +82,7 @@ class Hub:
     def __init__(
         self,
         records: Records,
+        results: ResultStore,
         *,
         on_changes: Callable[[Collection[Change]], None] = lambda _: None,
         anybody_else: Callable[[], bool] = lambda: False,
@@ -72,7 +93,7 @@ class Hub:
             on_changes: called with all changes, in the event loop.
             anybody_else: whether to call it also where nobody listens to a job.
         """
-        self._records = records
+        self._records, self._results = records, results
         self._on_changes = on_changes
         self._anybody_else = anybody_else
         self._listeners: dict[str, set[Watcher]] = {}  # by the id of their job
@@ -96,6 +117,7 @@ class Hub:
         self._ends.update({change.job_id: change.record for change in changes if change.final})
         while len(self._ends) > MAX_ENDS:
             self._ends.popitem(last=False)
+        self._read_results(changes)
         listened = self._anybody_else() or any(
             change.job_id in self._listeners or change.kind == "missed" for change in changes
         )
@@ -104,7 +126,7 @@ class Hub:
 
     async def listen(self, job_id: str, *, after: str | None) -> AsyncIterator[Event]:
         """Yield the job's events behind `after`; end after the final one, or on `close`."""
-        with self._registered(job_id) as watcher:
+        with self._registered(job_id, Watcher()) as watcher:
             watcher.changes = None
             while not self._closed:
                 changes, ended = watcher.take(), False
@@ -121,31 +143,38 @@ class Hub:
                 await watcher.wait(within_s=REREAD_S)
 
     async def ended(
-        self, record: JobRecord, *, within_s: float, gone: asyncio.Future[None]
-    ) -> JobRecord:
+        self,
+        record: JobRecord,
+        *,
+        within_s: float,
+        gone: asyncio.Future[None],
+        wants: Wants | None = None,
+    ) -> End:
         """Return the job's record at its end; as it is once `within_s` is over, or on `close`.
 
         The wait takes no thread.
 
         Args:
             gone: done once nobody waits any more, which ends the wait.
+            wants: who is to have the small result with it.
         """
         clock = asyncio.get_running_loop().time
         until_s = clock() + within_s
-        with self._registered(record.id, ends_alone=True) as watcher:
+        with self._registered(record.id, Watcher(ends_alone=True, result=wants)) as watcher:
             gone.add_done_callback(lambda _: watcher.woken.set())
             has_news = record.id in self._ends
             while not (self._closed or gone.done()):
                 if has_news:
                     record = self._ends.get(record.id) or await self._read_again(record)
                     if record.state.final:
-                        return record
+                        result = watcher.result
+                        return End(record, result if isinstance(result, bytes) else None)
                 left_s = until_s - clock()
                 if left_s <= 0.0:
                     break
                 await watcher.wait(within_s=min(left_s, REREAD_S))
                 has_news = True  # or may have: nobody is woken while Redis is away
-        return await self._read_again(record)
+        return End(await self._read_again(record))
 
     async def _read_again(self, record: JobRecord) -> JobRecord:
         return await anyio.to_thread.run_sync(self._newest, record)
@@ -157,6 +186,30 @@ class Hub:
         except redis.RedisError as error:
             log.warning("job %s cannot be read (%s); trying again", record.id, error)
             return record
+
+    def _read_results(self, changes: Sequence[Change]) -> None:
+        """Read the small results of jobs that have ended, for those who wait for them."""
+        awaited: dict[tuple[str, int], list[Watcher]] = {}
+        for change in changes:
+            watchers = list(self._listeners.get(change.job_id, ())) if change.final else []
+            ended = change.record
+            if ended is not None and 0 < ended.result_bytes < SMALL_BYTES:
+                wanting = [watcher for watcher in watchers if watcher.result is not None]
+                if wanting:
+                    awaited[ended.id, ended.attempt] = wanting
+        fetched = [
+            job
+            for job, watchers in awaited.items()
+            if any(watcher.result is Wants.OWNER for watcher in watchers)
+        ]
+        try:
+            found = self._results.small_of(list(awaited), fetched=fetched)
+        except redis.RedisError as error:
+            log.warning("small results cannot be read (%s); those who wait read them", error)
+            return
+        for (job_id, _), watchers in awaited.items():
+            for watcher in watchers:
+                watcher.result = found.get(job_id)
 
     def _read(
         self, job_id: str, after: str | None, *, looks: bool
@@ -198,8 +251,7 @@ class Hub:
                     watcher.woken.set()
 
     @contextmanager
-    def _registered(self, job_id: str, *, ends_alone: bool = False) -> Iterator[Watcher]:
-        watcher = Watcher(ends_alone)
+    def _registered(self, job_id: str, watcher: Watcher) -> Iterator[Watcher]:
         self._listeners.setdefault(job_id, set()).add(watcher)
         try:
             yield watcher

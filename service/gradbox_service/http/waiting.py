@@ -16,7 +16,7 @@ from fastapi import Request, Response
 from gradbox.protocol import JOB_AND_RESULT, JobView, joined_with_result
 from gradbox_service.backing import Backing
 from gradbox_service.http.allowances import OpenRequests
-from gradbox_service.http.event_hub import Hub
+from gradbox_service.http.event_hub import Hub, Wants
 from gradbox_service.jobs import JobRecord
 from gradbox_service.settings import MIB
 
@@ -31,6 +31,7 @@ class Waited(NamedTuple):
 
     record: JobRecord
     wait_s: int | None  # None where nothing was waited for
+    result: bytes | None = None  # where it was read already
 
 
 async def waited_for(record: JobRecord, request: Request, *, listener: str) -> Waited:
@@ -43,14 +44,28 @@ async def waited_for(record: JobRecord, request: Request, *, listener: str) -> W
     wait_s = _preferred_wait_s(request)
     if not wait_s or streams.full(listener):
         return Waited(record, None)
+    wants = None
+    if _takes_result(request):
+        wants = Wants.OWNER if record.owner == listener else Wants.SOMEBODY_ELSE
+    result = None
     if not record.state.final:
         gone = asyncio.ensure_future(_disconnected(request))
         try:
             with streams.one_more(listener):
-                record = await hub.ended(record, within_s=wait_s, gone=gone)
+                record, result = await hub.ended(record, within_s=wait_s, gone=gone, wants=wants)
         finally:
             gone.cancel()
-    return Waited(record, wait_s)
+    return Waited(record, wait_s, result)
+
+
+def is_answered_at_once(waited: Waited, request: Request) -> bool:
+    """Return whether nothing is left to be read for the answer."""
+    ended = waited.record.state.final
+    return ended and (waited.result is not None or not _takes_result(request))
+
+
+def _takes_result(request: Request) -> bool:
+    return JOB_AND_RESULT in request.headers.get("accept", "")
 
 
 def answer_with(
@@ -68,12 +83,11 @@ def answer_with(
         posted: whether the request posted the job: then the status is 202 unless it was waited
             for and has ended.
     """
-    record, wait_s = waited
+    record, wait_s, result = waited
     headers = {"Vary": "Accept, Prefer"}
-    result = None
     if wait_s is not None:
         headers["Preference-Applied"] = f"wait={wait_s}"
-        if JOB_AND_RESULT in request.headers.get("accept", ""):
+        if result is None and _takes_result(request):
             result = _small_result(record, box, caller=caller)
     has_ended = wait_s is not None and record.state.final
     return Response(
@@ -105,9 +119,6 @@ def _small_result(record: JobRecord, box: Backing, *, caller: str) -> bytes | No
     if record.result.size_bytes > SMALL_RESULT_BYTES:
         return None
     is_owner = caller == record.owner
-    content = box.results.small(record.id, attempt=record.attempt, fetched=is_owner)
-    if content is not None:
-        return content
     try:
         with box.results.open(record.id, attempt=record.attempt) as file:
             content = file.read()

@@ -88,6 +88,7 @@ class Records:
         self._redis = connection
         # Keeps a connection for `changes`: to take one from the pool costs as much as the command.
         self._reader: redis.Redis | None = None
+        self._memory: tuple[float, Memory | None] = (0.0, None)  # when it was read
         self._creating = ConditionalCommands(connection)
         self._commands = ConditionalCommands(connection, over_bound=True)
 
@@ -332,10 +333,14 @@ class Records:
         found = cast("dict[bytes, bytes]", self._redis.hgetall(changes.RESULT_BYTES))
         return {owner.decode(): int(size) for owner, size in found.items() if int(size)}
 
-    def memory(self) -> Memory:
-        """Return how much memory the store takes, and may take."""
-        found = cast("dict[str, int]", self._redis.info("memory"))
-        return Memory(found["used_memory"], found.get("maxmemory") or None)
+    def memory(self, *, within_s: float = 0.0) -> Memory:
+        """Return how much memory the store takes, and may take, or did within these seconds."""
+        read_s, memory = self._memory
+        if memory is None or time.monotonic() - read_s > within_s:
+            found = cast("dict[str, int]", self._redis.info("memory"))
+            memory = Memory(found["used_memory"], found.get("maxmemory") or None)
+            self._memory = (time.monotonic(), memory)
+        return memory
 
     def owned(
         self,

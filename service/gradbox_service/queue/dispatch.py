@@ -195,7 +195,8 @@ class Dispatcher(RepeatingThread):
             self._leases_due_at = now + TICK_S
             self._put_back_lost()
             self.jobs.keep_time()
-        if not self.jobs.waiting and not (is_due and (self.jobs.fed or self._positions.stored)):
+        lingers = self._list.lingers() or self._positions.stored
+        if not self.jobs.waiting and not (is_due and lingers):
             return
         if now >= self._box_due_at:
             self._box_due_at = now + TICK_S

@@ -24,6 +24,8 @@ LOOK_AHEAD: Final = 8
 WARM_LEAD_S: Final = 10.0
 # A turn that left the list so long ago, and whose job waits still, is lost.
 TURN_GRACE_S: Final = 5.0
+# One that was fed so long ago is looked after, and its job told where it waits.
+LINGERING_S: Final = 0.25
 
 
 class Choice:
@@ -61,10 +63,11 @@ class Choice:
 
 @dataclass
 class _Fed:
-    """When a turn was fed, by the clock of records, and last seen in the list, by the monotonic."""
+    """When a turn was fed, by the clock of records; the others are by the monotonic one."""
 
     fed_s: float
-    seen_at: float
+    first_at: float
+    seen_at: float  # last in the list
 
 
 class ShortList:
@@ -81,12 +84,18 @@ class ShortList:
         self._turns = turns
         self._jobs = jobs
         self._grace_s = grace_s
+        self._lingering_s = min(grace_s, LINGERING_S)
         self._clock = clock
         self._in_list: list[Turn] = []
         self._fed: dict[Turn, _Fed] = {}  # the same, and those that left the list a moment ago
 
     def __len__(self) -> int:
         return len(self._in_list)
+
+    def lingers(self) -> bool:
+        """Return whether a turn was fed some time ago: a short job's is taken at once."""
+        now = time.monotonic()
+        return any(now - fed.first_at > self._lingering_s for fed in self._fed.values())
 
     def forget(self) -> None:
         """Know of no turn any more: another process may have fed the list."""
@@ -98,7 +107,7 @@ class ShortList:
         # Fed twice, or for a job that has ended or runs, a turn does no harm and counts for none.
         self._in_list = [turn for turn in dict.fromkeys(self._turns.waiting()) if self._due(turn)]
         for turn in self._in_list:  # one that is not known was fed by an earlier leader
-            self._fed.setdefault(turn, _Fed(math.inf, now)).seen_at = now
+            self._fed.setdefault(turn, _Fed(math.inf, now, now)).seen_at = now
         self._fed = {
             turn: fed
             for turn, fed in self._fed.items()
@@ -123,7 +132,8 @@ class ShortList:
         """Note that a job's turn was appended, or is about to be."""
         turn = _turn_of(record)
         self._in_list.append(turn)
-        self._fed[turn] = _Fed(self._clock(), time.monotonic())
+        now = time.monotonic()
+        self._fed[turn] = _Fed(self._clock(), now, now)
         self._jobs.note_fed(record)
 
     def empty(self) -> None:

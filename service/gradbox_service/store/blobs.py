@@ -85,7 +85,7 @@ class BlobStore:
         self._small.write(pipe, digest, content)
 
     def small(self, digest: str) -> bytes | None:
-        """Return a blob that is in Redis, which is used now; None for any other, or a damaged one.
+        """Return a blob that is in Redis; None for any other, or a damaged one.
 
         One of a small number of bytes is hashed sooner than it is remembered.
         """

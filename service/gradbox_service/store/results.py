@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from io import BytesIO
@@ -56,13 +56,17 @@ class ResultStore:
         """Write a small result by the transaction that ends its job."""
         self._small.write(pipe, _name(job_id, attempt), content)
 
-    def small(self, job_id: str, *, attempt: int, fetched: bool = False) -> bytes | None:
-        """Return a result that is in Redis, which is used now; None for any other.
+    def small_of(
+        self, jobs: Sequence[tuple[str, int]], *, fetched: Collection[tuple[str, int]]
+    ) -> dict[str, bytes]:
+        """Return those results of some jobs and their attempts that are in Redis, by job.
 
         Args:
-            fetched: whether it is for the job's owner.
+            fetched: those that are for their jobs' owners.
         """
-        return self._small.read(_name(job_id, attempt), fetched=fetched)
+        names = {_name(*job): job[0] for job in jobs}
+        found = self._small.read_many(list(names), fetched=[_name(*job) for job in fetched])
+        return {names[name]: content for name, content in found.items()}
 
     def open(self, job_id: str, *, attempt: int) -> BinaryIO:
         """Open a result, which is used now.
@@ -70,8 +74,8 @@ class ResultStore:
         Raises:
             FileNotFoundError: it is not here.
         """
-        content = self.small(job_id, attempt=attempt)
-        if content is not None:
+        name = _name(job_id, attempt)
+        if self._small.touch([name]) and (content := self._small.read(name)) is not None:
             return BytesIO(content)
         path = self.path(job_id, attempt=attempt)
         touch(path)
@@ -80,7 +84,7 @@ class ResultStore:
     def on_disk(self, job_id: str, *, attempt: int) -> Path:
         """Return where the result is as a file, which a small one is from now on, too."""
         path = self.path(job_id, attempt=attempt)
-        content = None if path.exists() else self.small(job_id, attempt=attempt)
+        content = None if path.exists() else self._small.read(_name(job_id, attempt))
         if content is not None:
             make_folder(path.parent)
             write_whole(path, content)

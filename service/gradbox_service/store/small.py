@@ -61,20 +61,26 @@ class SmallFiles:
         pipe.set(self._key(name), cast(Any, content))
         pipe.zadd(self._used, {name: time.time()})
 
-    def read(self, name: str, *, fetched: bool = False) -> bytes | None:
-        """Return a file, which is used now; None if it is not here.
-
-        Args:
-            fetched: whether it is sent whole to whom it is for.
-        """
+    def read(self, name: str) -> bytes | None:
+        """Return a file; None if it is not here."""
         if self._redis is None:
             return None
+        return cast("bytes | None", self._redis.get(self._key(name)))
+
+    def read_many(self, names: Sequence[str], *, fetched: Collection[str] = ()) -> dict[str, bytes]:
+        """Return those of some files that are here.
+
+        Args:
+            fetched: those that are sent whole to whom they are for, which is their last use.
+        """
+        if self._redis is None or not names:
+            return {}
         with self._redis.pipeline(transaction=False) as pipe:
-            pipe.get(self._key(name))
-            pipe.zadd(self._used, {name: time.time()}, xx=True)
+            pipe.mget([self._key(name) for name in names])
             if fetched:
-                pipe.zadd(self._fetched, {name: time.time()})
-            return cast("bytes | None", pipe.execute(raise_on_error=False)[0])
+                pipe.zadd(self._fetched, dict.fromkeys(fetched, time.time()))
+            found = zip(names, pipe.execute(raise_on_error=False)[0], strict=True)
+        return {name: content for name, content in found if content is not None}
 
     def touch(self, names: Sequence[str]) -> frozenset[str]:
         """Note that files are used now; return those that are here."""

@@ -40,7 +40,7 @@ from gradbox_service.http.bodies import (
 from gradbox_service.http.event_hub import Hub
 from gradbox_service.http.openapi import JOB_ANSWER, JOB_REQUEST, MAX_KEY_LENGTH, PREFER
 from gradbox_service.http.routes import Router
-from gradbox_service.http.waiting import answer_with, waited_for
+from gradbox_service.http.waiting import answer_with, is_answered_at_once, waited_for
 from gradbox_service.identity.tokens import TokenInfo
 from gradbox_service.jobs import JobRecord, Mark
 from gradbox_service.settings import KIB
@@ -192,6 +192,8 @@ async def _answer(
             posted=posted,
         )
 
+    if is_answered_at_once(waited, request):
+        return answer()
     return await anyio.to_thread.run_sync(answer)
 
 
