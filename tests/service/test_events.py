@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import redis
 
+from gradbox.protocol import OperationMode, OperationView
 from gradbox_service.jobs import JobRecord
 from tests.service.boxes import advance, begin, events_of, finish, run_job, submit
 from tests.service.conftest import Box
@@ -88,6 +89,19 @@ def test_a_listener_that_reconnects_misses_nothing(box: Box) -> None:
     last = events_of(head)[-1][0]
     rest = read(box, job_id, **{"Last-Event-ID": last})
     assert without_positions(events_of(head) + rest) == ["queued", "running", "progress", "done"]
+
+
+def test_who_listens_is_told_of_another_place(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradbox_service.http.event_hub.POSITION_S", 0.05)
+    box.backing.operation.set(OperationView(mode=OperationMode.PAUSED))
+    job_id = submit(box.client)
+    lines: list[str] = []
+    with box.client.stream("GET", f"/v1/jobs/{job_id}/events") as answer:
+        for line in answer.iter_lines():
+            lines.append(line)
+            if not line and (place := events_of(lines)[-1][2].get("queue_position")) is not None:
+                break
+    assert place == 1
 
 
 def test_an_id_from_elsewhere_reads_from_the_beginning(box: Box) -> None:

@@ -143,7 +143,6 @@ def test_a_job_that_waits_gets_a_turn_that_a_worker_takes(
     backing: Backing, connection: redis.Redis
 ) -> None:
     backing.records.create(a_record("waits"), spec=a_spec())
-    backing.records.follow(["waits"])
     fill(connection)
     announce(backing)
     dispatcher = Dispatcher(backing)

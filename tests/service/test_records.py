@@ -288,24 +288,10 @@ def test_a_large_record_is_not_told_with_its_change(connection: redis.Redis) -> 
     assert (change.job_id, change.kind, change.record) == ("job1", "state", None)
 
 
-def test_places_are_kept_and_told_to_those_who_follow(records: Records) -> None:
-    for job_id in ("a", "b"):
-        records.create(a_record(job_id), spec=a_spec())
+def test_places_are_kept(records: Records) -> None:
     last = QueuePosition(2, {"ann": 1}, time.time() + 40.0, "paused by root")
-    records.set_positions({"b": QueuePosition(1), "a": last}, publish=["a"])
+    records.set_positions({"b": QueuePosition(1), "a": last})
     assert records.positions() == {"b": QueuePosition(1), "a": last}
     assert records.positions(["a", "nope"]) == {"a": last}
-    view = JobView.model_validate_json(records.events("a")[-1].data)
-    assert (view.queue_position, view.waiting_for) == (2, {"ann": 1})
-    assert view.seconds_left == pytest.approx(35.0, abs=5.1)
-    assert view.hold == "paused by root"
-    assert len(records.events("b")) == 1
     records.set_positions({})
     assert records.positions() == {}
-
-
-def test_a_job_is_followed_for_a_while(records: Records) -> None:
-    records.follow(["a"], for_s=60.0)
-    records.follow(["b"], for_s=0.01)
-    time.sleep(0.05)
-    assert set(records.followed()) == {"a"}

@@ -12,7 +12,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import partial
 from typing import NamedTuple
@@ -21,14 +21,17 @@ import anyio.to_thread
 import redis
 
 from gradbox.protocol import JobState
-from gradbox_service.jobs import Change, Event, JobRecord, Records
-from gradbox_service.jobs.changes import parse_id
+from gradbox_service.jobs import Change, Event, JobRecord, QueuePosition, Records
+from gradbox_service.jobs.changes import parse_id, state_event
+from gradbox_service.queue.positions import is_news
 from gradbox_service.store import SMALL_BYTES, ResultStore
 
 log = logging.getLogger(__name__)
 
 # A listener reads on its own after this long: what no change said while Redis was away.
 REREAD_S = 5.0
+# One whose job waits looks where it does.
+POSITION_S = 1.0
 # Jobs whose end is remembered, for those who were about to wait for it.
 MAX_ENDS = 1000
 
@@ -55,12 +58,15 @@ class Watcher:
         ends_alone: whether it waits for the end alone.
         result: who wants a small result with the end, and then the result.
         changes: those not taken yet; None once they have to be read.
+        queued: whether the job waited at the last look, and then where, as the listener was told.
     """
 
     ends_alone: bool = False
     result: Wants | bytes | None = None
     woken: asyncio.Event = field(default_factory=asyncio.Event)
     changes: list[Change] | None = field(default_factory=list)
+    queued: bool = False
+    position: QueuePosition | None = None
 
     def take(self) -> list[Change] | None:
         taken, self.changes = self.changes, []
@@ -132,15 +138,15 @@ class Hub:
                 changes, ended = watcher.take(), False
                 events: Sequence[Event | None] = [change.event for change in changes or ()]
                 if not events or None in events:
-                    read = partial(self._read, job_id, after, looks=changes == [])
+                    read = partial(self._read, job_id, after, watcher, looks=changes == [])
                     ended, events = await anyio.to_thread.run_sync(read)
                 for event in events:
-                    if event is not None and parse_id(event.id) > parse_id(after):
+                    if event is not None and (parse_id(event.id) > parse_id(after) or event.again):
                         yield event
                         after, ended = event.id, ended or event.final
                 if ended:
                     return
-                await watcher.wait(within_s=REREAD_S)
+                await watcher.wait(within_s=POSITION_S if watcher.queued else REREAD_S)
 
     async def ended(
         self,
@@ -212,21 +218,26 @@ class Hub:
                 watcher.result = found.get(job_id)
 
     def _read(
-        self, job_id: str, after: str | None, *, looks: bool
+        self, job_id: str, after: str | None, watcher: Watcher, *, looks: bool
     ) -> tuple[bool, Sequence[Event | None]]:
         """Return whether nothing will follow, and the events behind `after`.
 
         Args:
-            looks: whether to read events only where the job has ended: there was nothing new.
+            looks: whether there is no change to be read: the job may have ended all the same, or
+                have another position in the queue.
         """
         try:
             # In this order: a job that has ended has written its last event.
             record = self._records.get(job_id)
-            if record is not None and record.state is JobState.QUEUED:
-                self._records.follow([job_id])
+            watcher.queued = record is not None and record.state is JobState.QUEUED
             ended = record is None or record.state.final
-            events = self._records.events(job_id, after=after) if ended or not looks else ()
-            return ended, events
+            if ended or not looks:
+                return ended, self._records.events(job_id, after=after)
+            position = self._records.positions([job_id]).get(job_id) if watcher.queued else None
+            if record is None or position is None or not is_news(position, watcher.position):
+                return False, ()
+            watcher.position = position
+            return False, [replace(state_event(after or "0-0", record, position), again=True)]
         except redis.RedisError as error:
             log.warning("events of job %s cannot be read (%s); trying again", job_id, error)
             return False, ()

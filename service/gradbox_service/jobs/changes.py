@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 Entry = tuple[bytes, dict[bytes, bytes]]
 
 POSITIONS = "gradbox:places"
-FOLLOWED = "gradbox:followed"
 OWNERS = "gradbox:owners"
 CHANGES = "gradbox:changes"
 RESULT_BYTES = "gradbox:result-bytes"
@@ -49,32 +48,33 @@ class Event:
         kind: `state` (data is a JobView) or `progress` (data is a ProgressView).
         data: JSON.
         final: whether this is the job's last event.
+        again: whether it says more of the state that the event of the same id said.
     """
 
     id: str
     kind: Literal["state", "progress"]
     data: str
     final: bool = False
+    again: bool = False
 
 
 @dataclass(frozen=True)
 class Change:
     """Says that something about a job is new.
 
-    `final` is set where the job has ended. `record` is how the change left the job's record, or the
-    one that has a new `position` in the queue; None where it has to be read: it was large.
+    `final` is set where the job has ended. `record` is how the change left the job's record; None
+    where it has to be read: it was large.
 
     Three are about no job: `worker`, that one announced something, `wake`, which ends every wait,
     and `missed`, that changes were trimmed before this reader came to them.
     """
 
     job_id: str
-    kind: Literal["state", "progress", "position", "worker", "wake", "missed"]
+    kind: Literal["state", "progress", "worker", "wake", "missed"]
     final: bool = False
     record: JobRecord | None = None
     id: str = ""
     progress: str = ""
-    position: QueuePosition | None = None
 
     @property
     def begins(self) -> bool:
@@ -88,7 +88,7 @@ class Change:
         """What those who watch the job hear; None where its record has to be read."""
         if self.kind == "progress":
             return Event(self.id, "progress", self.progress)
-        return None if self.record is None else state_event(self.id, self.record, self.position)
+        return None if self.record is None else state_event(self.id, self.record)
 
 
 def state_event(event_id: str, record: JobRecord, position: QueuePosition | None = None) -> Event:
@@ -110,7 +110,7 @@ def write(pipe: Pipeline, before: JobRecord | None, after: JobRecord) -> None:
     if before is not None and before.state.final:
         return  # a result may be deleted then; the final state is said once, and comes last
     if before is not None and replace(before, progress=after.progress) == after and after.progress:
-        append_change(pipe, after.id, "progress", data=after.progress.model_dump_json())
+        append_change(pipe, after.id, "progress", progress=after.progress.model_dump_json())
         return
     append_change(pipe, after.id, "state", final=after.state.final, record=text)
 
@@ -145,20 +145,6 @@ def count_result(pipe: Pipeline, owner: str, num_bytes: int) -> None:
         pipe.hincrby(RESULT_BYTES, owner, num_bytes)
 
 
-def set_positions(
-    pipe: Pipeline, positions: Mapping[str, QueuePosition], publish: Sequence[JobRecord]
-) -> None:
-    """Store the positions of queued jobs, and publish those of some."""
-    pipe.delete(POSITIONS)
-    if positions:
-        pipe.hset(
-            POSITIONS, mapping={job_id: found.to_json() for job_id, found in positions.items()}
-        )
-    for record in publish:
-        position = positions[record.id].to_json()
-        append_change(pipe, record.id, "position", record=record.to_json(), data=position)
-
-
 def append_change(
     pipe: Pipeline,
     job_id: str,
@@ -166,19 +152,19 @@ def append_change(
     *,
     final: bool = False,
     record: bytes = b"",
-    data: bytes | str = b"",
+    progress: str = "",
 ) -> None:
     """Say to all readers that the job has something new, or has ended.
 
     Args:
         record: the job's record as JSON, for readers who would read it at once.
-        data: the progress, or the position, as JSON.
+        progress: as JSON.
     """
     fields: dict[Any, Any] = {"job": job_id, "kind": kind, "final": int(final)}
     if 0 < len(record) <= MAX_CARRIED_BYTES:
         fields["record"] = record
-    if data:
-        fields["data"] = data
+    if progress:
+        fields["progress"] = progress
     pipe.xadd(CHANGES, fields, maxlen=MAX_CHANGES, approximate=True)
 
 
@@ -211,15 +197,13 @@ def change_in(entry_id: bytes, fields: Mapping[bytes, bytes]) -> Change | None:
     """Return the change; None, with its bytes logged, for an entry that is none."""
     try:
         kind = cast(Any, fields[b"kind"].decode())
-        data = fields.get(b"data", b"")
         return Change(
             fields[b"job"].decode(),
             kind,
             fields.get(b"final") == b"1",
             _carried(fields.get(b"record")),
             id=entry_id.decode(),
-            progress=data.decode() if kind == "progress" else "",
-            position=QueuePosition.from_json(data) if kind == "position" else None,
+            progress=fields.get(b"progress", b"").decode(),
         )
     except (KeyError, ValueError):
         log.error("entry %r of the box's changes is left out: %r", entry_id, fields)

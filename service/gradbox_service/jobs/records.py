@@ -12,8 +12,7 @@
     gradbox:usage:HOUR         hash: what each owner used (see `usage`)
     gradbox:busy:MINUTE        hash: worker → milliseconds in which it held a job
     gradbox:set-aside          hash: job id → bytes that were no record (see `damaged`)
-    gradbox:places             hash: job id → its position, for the first and the followed
-    gradbox:followed           zset of the ids of followed jobs by when that ends
+    gradbox:places             hash: job id → its position in the queue
     gradbox:key:OWNER:HASH     the job and the spec's digest of an idempotency key
     gradbox:changes            stream of changes, each with the record that it left
 
@@ -25,11 +24,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import redis
 from redis.client import Pipeline
@@ -37,7 +36,6 @@ from redis.client import Pipeline
 from gradbox.errors import IdempotencyConflict
 from gradbox.protocol import JobSpec, JobState, parse_spec
 from gradbox_service.database.conditional_commands import ConditionalCommands
-from gradbox_service.database.refusals import store_refuses
 from gradbox_service.jobs import changes
 from gradbox_service.jobs.changes import (
     Change,
@@ -55,8 +53,6 @@ from gradbox_service.jobs.turns import Turn, Turns
 
 # An idempotency key is remembered this long.
 KEY_LIFETIME_S = 7 * 24 * 3600
-# Who looks at a queued job follows it for so long; a listener says so again before.
-FOLLOWED_S: Final = 15.0
 CHANGES_READ = 1000
 # Of the ids of an owner's jobs, in one command.
 PAGE = 200
@@ -399,48 +395,14 @@ class Records:
                 pipe.strlen(spec_key(job_id.decode()))
             return sum(pipe.execute())
 
-    def follow(
-        self, job_ids: Sequence[str], *, for_s: float = FOLLOWED_S
-    ) -> Mapping[str, QueuePosition]:
-        """Ask that the positions of these queued jobs be published, for the next `for_s` seconds.
-
-        Returns:
-            Those that are stored now.
-        """
-        if not job_ids:
-            return {}
-        with self._redis.pipeline(transaction=False) as pipe:
-            pipe.zadd(changes.FOLLOWED, dict.fromkeys(job_ids, time.time() + for_s))
-            pipe.hmget(changes.POSITIONS, list(job_ids))
-            noted, found = pipe.execute(raise_on_error=False)
-        # Where Redis takes no change there is none to be published.
-        if isinstance(noted, redis.RedisError) and not store_refuses(noted):
-            raise noted
-        if isinstance(found, redis.RedisError):
-            raise found
-        return _positions(job_ids, found)
-
-    def followed(self) -> Collection[str]:
-        """Return the jobs that somebody follows."""
+    def set_positions(self, positions: Mapping[str, QueuePosition]) -> None:
+        """Store the positions of queued jobs, in place of what was stored."""
+        texts: Any = {job_id: found.to_json() for job_id, found in positions.items()}
         with self._redis.pipeline() as pipe:
-            pipe.zremrangebyscore(changes.FOLLOWED, "-inf", time.time())
-            pipe.zrange(changes.FOLLOWED, 0, -1)
-            return {job_id.decode() for job_id in cast("list[bytes]", pipe.execute()[1])}
-
-    def set_positions(
-        self, positions: Mapping[str, QueuePosition], *, publish: Collection[str] = ()
-    ) -> None:
-        """Store the positions of queued jobs, in place of what was stored, and publish some."""
-
-        def store(pipe: Pipeline) -> None:
-            records = self.many(list(publish))
-            pipe.multi()
-            changes.set_positions(
-                pipe, positions, [r for r in records if r.state is JobState.QUEUED]
-            )
-
-        # A job that begins in between must not be said to wait.
-        self._redis.transaction(store, *map(job_key, publish))
+            pipe.delete(changes.POSITIONS)
+            if texts:
+                pipe.hset(changes.POSITIONS, mapping=texts)
+            pipe.execute()
 
     def positions(self, job_ids: Sequence[str] | None = None) -> Mapping[str, QueuePosition]:
         """Return the positions that are stored: of these jobs, or all."""

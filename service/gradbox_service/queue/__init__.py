@@ -7,6 +7,6 @@ To read in this order:
     active_jobs    the queued and running jobs in memory: which of them wait, are handed out, run
     following      keeps them up to date by the stream of changes
     short_list     the turns in RQ's list: which job gets the next, and which turns were lost
-    positions      of queued jobs, as they are published: for whom they wait, about how long
+    positions      of queued jobs: for whom they wait, about how long
     dispatch       feeds turns, and puts back what a lost worker held
 """

@@ -189,7 +189,7 @@ class Dispatcher(RepeatingThread):
         return begins
 
     def _act(self, *, is_due: bool) -> None:
-        """Put back lost jobs, feed what there is room for, publish positions."""
+        """Put back lost jobs, feed what there is room for, store positions."""
         now = time.monotonic()
         if now >= self._leases_due_at:
             self._leases_due_at = now + TICK_S
@@ -203,7 +203,7 @@ class Dispatcher(RepeatingThread):
             self._hold = self._box.operation.read().hold
             self._workers = self._box.fleet.workers()
         self._feed()
-        self._positions.publish(
+        self._positions.store(
             self.jobs,
             next_up=self._list.next_up(),
             num_workers=len(self._workers),

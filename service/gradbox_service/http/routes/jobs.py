@@ -208,11 +208,7 @@ def _idempotency_key(request: Request) -> str | None:
 
 
 def _view(record: JobRecord, box: Backing) -> JobView:
-    """Return what the wire says of a job; one that waits is followed for a while from now on."""
-    if record.state is not JobState.QUEUED:
-        return record.view()
-    positions = box.records.follow([record.id])
-    return _held(record.view(waits_at=positions.get(record.id)), box.operation.read().hold)
+    return _views([record], box)[0]
 
 
 def _views(records: Sequence[JobRecord], box: Backing) -> list[JobView]:
