@@ -107,7 +107,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
 def device(folder: Box) -> Iterator[DeviceProcess]:
     settings = DeviceSettings(models_file=folder.models_file, data=folder.folder, device="cpu")
     turns = TurnSettings(worker="w", redis_url=folder.redis_url, lease_s=60.0)
-    entries = DeviceEntries(connect(folder.redis_url))
+    entries = DeviceEntries(connect(folder.redis_url), "w")
     device = DeviceProcess(settings, turns, entries=entries)
     yield device
     device.close()

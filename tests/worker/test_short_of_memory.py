@@ -57,8 +57,8 @@ def is_out_of_memory(record: JobRecord) -> bool:
 def on_device(box: Box) -> set[str]:
     """Return the models that are in the device's memory, as its process notes behind each job."""
     connection = connect(box.redis_url)
-    (key,) = connection.keys("gradbox:device:*")
-    entry = DeviceEntries(connection).read(key.decode().rpartition(":")[2])
+    (mark,) = connection.hkeys("gradbox:device:w1")
+    entry = DeviceEntries(connection, "w1").read(mark.decode())
     assert entry is not None
     assert entry.memory is not None
     return set(entry.memory.models)

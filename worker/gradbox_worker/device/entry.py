@@ -1,6 +1,6 @@
 """What a device process notes in Redis of itself, for the worker that started it.
 
-    gradbox:device:MARK    JSON; each process has a mark of its own, and only it writes there
+    gradbox:device:NAME    hash of worker NAME: the mark of a process → JSON, which only it writes
 
 It is written when something is new: a model is being built, the process is ready, a job has changed
 what is in memory. None of that belongs to a job.
@@ -9,16 +9,13 @@ what is in memory. None of that belongs to a job.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, Literal, cast
+from typing import Literal, cast
 
 import redis
 from pydantic import BaseModel, ConfigDict
 
 from gradbox.protocol import DeviceMemory, ModelBuild
 from gradbox_service.database.conditional_commands import ConditionalCommands
-
-# What a worker that was killed leaves goes after so long; a living one remembers what it has read.
-LIFETIME_S: Final = 24 * 3600
 
 
 class DeviceEntry(BaseModel):
@@ -42,29 +39,27 @@ class DeviceEntry(BaseModel):
 
 
 class DeviceEntries:
-    """The entries of device processes."""
+    """The entries of the device processes of one worker."""
 
-    def __init__(self, connection: redis.Redis) -> None:
-        self._redis = connection
+    def __init__(self, connection: redis.Redis, worker: str) -> None:
+        self._redis, self._key = connection, f"gradbox:device:{worker}"
         self._commands = ConditionalCommands(connection, over_bound=True)
 
     def write(self, mark: str, entry: DeviceEntry) -> None:
         """Note the state of a process."""
         pipe = self._redis.pipeline()
-        pipe.set(_key(mark), entry.model_dump_json(), ex=LIFETIME_S)
+        pipe.hset(self._key, mark, entry.model_dump_json())
         self._commands.run(pipe, where={})
 
     def read(self, mark: str) -> DeviceEntry | None:
         """Return what a process has noted; None if that is nothing yet."""
-        text = cast("bytes | None", self._redis.get(_key(mark)))
+        text = cast("bytes | None", self._redis.hget(self._key, mark))
         return None if text is None else DeviceEntry.model_validate_json(text)
 
     def forget(self, mark: str) -> None:
         """Remove the entry of a process that has ended."""
-        pipe = self._redis.pipeline()
-        pipe.delete(_key(mark))
-        self._commands.run(pipe, where={})
+        self._redis.hdel(self._key, mark)
 
-
-def _key(mark: str) -> str:
-    return f"gradbox:device:{mark}"
+    def forget_all(self) -> None:
+        """Remove all entries: no process of the worker lives."""
+        self._redis.delete(self._key)

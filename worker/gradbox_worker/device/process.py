@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Final
 
 from gradbox.protocol import ModelBuild
+from gradbox_service.database.refusals import unless_refused
 from gradbox_worker.device.builds import Builds
 from gradbox_worker.device.descendants import MARK, Guardian, end_descendants
 from gradbox_worker.device.entry import DeviceEntries, DeviceEntry
@@ -138,7 +139,8 @@ class DeviceProcess:
         assert child is not None
         self._child, self._entry = None, DeviceEntry()
         child.close()
-        self._entries.forget(child.mark)
+        with unless_refused():  # the next worker of this name forgets all
+            self._entries.forget(child.mark)
         if entry.problem:
             raise DeviceNotStarted(entry.problem)
         if entry.state == "ready":

@@ -88,7 +88,7 @@ class Opening(Protocol):
 def serve(start: Start, orders: Orders, open_device: Opening) -> None:
     """Open the device, and run jobs until told to end, or until one has spoilt the device."""
     connection = connect(start.turns.redis_url)
-    notes = Notes(DeviceEntries(connection), start.mark)
+    notes = Notes(DeviceEntries(connection, start.turns.worker), start.mark)
     fleet = Fleet(connection)
 
     def opened(start: Start) -> Served:

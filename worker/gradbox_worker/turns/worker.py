@@ -85,7 +85,7 @@ class Worker:
         )
         self._log = None if settings.log is None else BoundedLog(settings.log)
         self._fleet, self._records = Fleet(connection), Records(connection)
-        self._turns, self._entries = Turns(connection), DeviceEntries(connection)
+        self._turns, self._entries = Turns(connection), DeviceEntries(connection, name)
         self._attempts = Attempts(
             self._records, self._turns, results, name, leaving=lambda: self.leaving
         )
@@ -134,6 +134,7 @@ class Worker:
                 if device is not None:
                     device.close()
             with unless_refused("the worker's end is not noted"):
+                self._entries.forget_all()
                 self._announcer.retire()
                 self._rq.end()
             for number, handler in before.items():
@@ -142,6 +143,7 @@ class Worker:
     def _begin(self) -> None:
         """Take back what a killed predecessor held, and say that the worker is there."""
         self._attempts.recover()
+        self._entries.forget_all()
         self._rq.begin()
         asked = self._fleet.reloads()
         self._announcer.note_reload(asked)
