@@ -87,6 +87,17 @@ class Usage:
                 found.setdefault(worker.decode(), {})[minute] = int(value)
         return found
 
+    def let_expire(self, *, now_s: float) -> None:
+        """Have what is charged now expire in time; to be called every half a minute.
+
+        With every charge it would be one more command for each hash.
+        """
+        with self._redis.pipeline(transaction=False) as pipe:
+            for at_s in (now_s - MINUTE_S, now_s):
+                pipe.expire(_hour_key(int(at_s // HOUR_S)), HOURS_KEPT * HOUR_S)
+                pipe.expire(_minute_key(int(at_s // MINUTE_S)), MINUTES_KEPT * MINUTE_S)
+            pipe.execute()
+
     def _hashes(
         self, key: _Key, first: int, last: int
     ) -> Iterable[tuple[int, Mapping[bytes, bytes]]]:
@@ -105,11 +116,9 @@ def write(pipe: Pipeline, charge: Charge) -> None:
         for kind, attribute in _FIELDS.items():
             if amount := getattr(used, attribute):
                 pipe.hincrby(key, f"{kind}:{charge.owner}", amount)
-        pipe.expire(key, HOURS_KEPT * HOUR_S)
     for minute, busy in charge.busy_ms.items():
         if charge.worker is not None:
             pipe.hincrby(_minute_key(minute), charge.worker, busy)
-            pipe.expire(_minute_key(minute), MINUTES_KEPT * MINUTE_S)
 
 
 def add_use(hours: dict[int, dict[str, Used]], charge: Charge) -> None:

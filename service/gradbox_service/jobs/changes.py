@@ -78,10 +78,11 @@ class Change:
 
     @property
     def begins(self) -> bool:
-        """Whether this is the job's first change."""
-        first = (JobState.QUEUED, 0)
+        """Whether no earlier change, but its post, is of the job's state."""
         of = self.record
-        return self.kind == "state" and of is not None and (of.state, of.attempt) == first
+        if self.kind != "state" or of is None:
+            return False
+        return of.attempt == 0 or (of.attempt == 1 and of.state is JobState.RUNNING)
 
     @property
     def event(self) -> Event | None:
@@ -97,8 +98,12 @@ def state_event(event_id: str, record: JobRecord, position: QueuePosition | None
     return Event(event_id, "state", view.model_dump_json(), record.state.final)
 
 
-def write(pipe: Pipeline, before: JobRecord | None, after: JobRecord) -> None:
-    """Store a record in place of its predecessor, and publish what changed."""
+def write(pipe: Pipeline, before: JobRecord | None, after: JobRecord, *, said: bool = True) -> None:
+    """Store a record in place of its predecessor, and say what changed.
+
+    Args:
+        said: whether the readers of changes are to hear of it.
+    """
     text = after.to_json()
     pipe.set(job_key(after.id), text)
     if before is None or before.state is not after.state:
@@ -107,7 +112,7 @@ def write(pipe: Pipeline, before: JobRecord | None, after: JobRecord) -> None:
     charge = charge_of(before, after, now_s=time.time())
     if charge is not None:
         usage.write(pipe, charge)
-    if before is not None and before.state.final:
+    if not said or (before is not None and before.state.final):
         return  # a result may be deleted then; the final state is said once, and comes last
     if before is not None and replace(before, progress=after.progress) == after and after.progress:
         append_change(pipe, after.id, "progress", progress=after.progress.model_dump_json())

@@ -214,6 +214,19 @@ class JobRecord:
             return None
         return replace(self, result_gone_s=now_s)
 
+    def as_posted(self) -> JobRecord:
+        """Return it as it was before anything became of it."""
+        return replace(
+            self,
+            state=JobState.QUEUED,
+            attempt=0,
+            worker=None,
+            started_s=None,
+            finished_s=None,
+            cancel_requested=False,
+            error=None,
+        )
+
     @property
     def spec_is_read(self) -> bool:
         """Whether somebody may read the spec: the job's worker, or a job that goes on from it."""

@@ -123,7 +123,8 @@ class Records:
             pipe.set(spec_key(record.id), spec.model_dump_json())
             pipe.sadd(changes.OWNERS, record.owner)
             pipe.zadd(owner_key(record.owner), {record.id: record.created_s})
-            changes.write(pipe, None, record)
+            # Who hands a job out knows of it, and its begin is said within a moment.
+            changes.write(pipe, None, record, said=turns is None)
             beside(pipe)
             if turns is not None:
                 turns.push(pipe, Turn(record.id, record.attempt + 1))
@@ -238,6 +239,10 @@ class Records:
             return []
         found, newest, whole = self._kept_changes(job_id, after=parse_id(after))
         events = [change.event or changes.state_event(change.id, record) for change in found]
+        first = found[0].record if found and found[0].begins else None
+        if first is not None and first.state is not JobState.QUEUED:
+            event = changes.state_event(f"{int(first.created_s * 1000)}-0", first.as_posted())
+            return [event, *events] if parse_id(event.id) > parse_id(after) else events
         if whole or any(event.kind == "state" for event in events):
             return events
         if record.finished_s is None:

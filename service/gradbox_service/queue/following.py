@@ -82,6 +82,7 @@ class Following:
         self.read(unread)
         if time.monotonic() - self._compared_at > COMPARE_S:
             self._compared_at = time.monotonic()
+            self._usage.let_expire(now_s=time.time())
             self.read(set(self._records.active_ids()) ^ self._jobs.ids)
         wake = "wake" in kinds
         return FoundNew(jobs=num_new > 0 or bool(unread) or wake, box=wake or "worker" in kinds)
