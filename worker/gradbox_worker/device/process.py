@@ -135,12 +135,8 @@ class DeviceProcess:
         Raises:
             DeviceNotStarted: not at all.
         """
-        child, entry = self._child, self._entry
-        assert child is not None
-        self._child, self._entry = None, DeviceEntry()
-        child.close()
-        with unless_refused():  # the next worker of this name forgets all
-            self._entries.forget(child.mark)
+        entry = self._entry
+        self.close()
         if entry.problem:
             raise DeviceNotStarted(entry.problem)
         if entry.state == "ready":
@@ -182,11 +178,13 @@ class DeviceProcess:
 
     def close(self) -> None:
         """Kill the process, and wait until it and all that it started are gone."""
-        if self._child is not None:
-            self._child.kill()
-            self._child.end()
-            self._child.close()
-            self._child = None
+        child, self._child, self._entry = self._child, None, DeviceEntry()
+        if child is not None:
+            child.kill()
+            child.end()
+            child.close()
+            with unless_refused():  # the next worker of this name forgets all
+                self._entries.forget(child.mark)
 
     def _read(self, child: DeviceChild) -> None:
         entry = self._entries.read(child.mark)

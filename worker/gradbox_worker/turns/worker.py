@@ -252,7 +252,7 @@ class Worker:
                 following.note_end(ended)
         except DeviceNotStarted as error:
             following.close()
-            self._next = None
+            self._next, self._retiring = None, False
             self._keep_models(following.reloads, error)
             return
         if following.tried or self._retiring:
