@@ -156,8 +156,12 @@ class Records:
 
     def spec(self, job_id: str) -> JobSpec | None:
         """Return what was posted; None if there is no such job, or it failed or was cancelled."""
-        text = cast(bytes | None, self._redis.get(spec_key(job_id)))
-        return parse_spec(text) if text is not None else None
+        return self.with_spec(job_id)[1]
+
+    def with_spec(self, job_id: str) -> tuple[JobRecord | None, JobSpec | None]:
+        """Return both the record and the spec, see `get` and `spec`."""
+        texts = cast(Any, self._redis.mget(job_key(job_id), spec_key(job_id)))
+        return self._read(job_id, texts[0]), None if texts[1] is None else parse_spec(texts[1])
 
     def many(self, job_ids: Sequence[str]) -> Sequence[JobRecord]:
         """Return the records that there are of these jobs."""

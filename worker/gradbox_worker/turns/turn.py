@@ -62,11 +62,17 @@ class Attempts:
     leaving: Callable[[], bool] = lambda: False  # whether it was asked to end
 
     def begin(
-        self, job_id: str, *, unless: Callable[[JobRecord], bool], lease_s: float
+        self,
+        job_id: str,
+        *,
+        since: JobRecord | None,
+        unless: Callable[[JobRecord], bool],
+        lease_s: float,
     ) -> JobRecord | None:
         """Begin an attempt at a job.
 
         Args:
+            since: the record as last seen.
             unless: tells of a job that it is not to be begun here.
 
         Returns:
@@ -78,7 +84,7 @@ class Attempts:
                 return None
             return record.begin(worker=self.worker, now_s=time.time())
 
-        return self._change(job_id, begun, made=self._is_ours, lease_s=lease_s)
+        return self._change(job_id, begun, made=self._is_ours, lease_s=lease_s, since=since)
 
     def end(self, record: JobRecord, outcome: Outcome, stop_reason: StopReason | None) -> str:
         """End an attempt, and keep its result only if it counts.
@@ -212,9 +218,12 @@ class TurnRunner:
         Raises:
             redis.RedisError: Redis does not give the spec, or refuses as the worker is to end.
         """
-        spec = self._spec(job_id)  # before the job is begun: without Redis no attempt is lost
+        # Before the job is begun: without Redis no attempt is lost.
+        posted, spec = self._posted(job_id)
         self.step.clear()
-        record = self.attempts.begin(job_id, unless=self._is_for_others, lease_s=self.lease_s)
+        record = self.attempts.begin(
+            job_id, since=posted, unless=self._is_for_others, lease_s=self.lease_s
+        )
         if record is None:
             log.info("job %s is not queued any more, or not for this worker", job_id)
             return "skipped"
@@ -253,14 +262,14 @@ class TurnRunner:
         log.info("job %s is left to a worker that has %s", record.id, record.model)
         return True
 
-    def _spec(self, job_id: str) -> JobSpec | Failed:
-        """Return what was posted, or why it cannot be run."""
+    def _posted(self, job_id: str) -> tuple[JobRecord | None, JobSpec | Failed]:
+        """Return the record, and what was posted, or why it cannot be run."""
         try:
-            spec = self.attempts.records.spec(job_id)
+            record, spec = self.attempts.records.with_spec(job_id)
         except GradboxError as error:  # another version of gradbox accepted it
-            return Failed(Problem.of(error))
+            return None, Failed(Problem.of(error))
         missing = JobFailed("expected the job's spec in the store, found none: submit it again")
-        return Failed(Problem.of(missing)) if spec is None else spec
+        return record, Failed(Problem.of(missing)) if spec is None else spec
 
     def _compute(
         self,
