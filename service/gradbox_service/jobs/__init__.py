@@ -5,7 +5,6 @@ To read in this order:
     record     one job, how it may change, and where it stands while it waits
     records    the store of them
     changes    what a change says to those who watch, and how it is written
-    damaged    what becomes of a record that cannot be read
     charges    what a change of a record costs its owner
     turns      RQ's short list
 """

@@ -20,7 +20,6 @@ from redis.client import Pipeline
 from gradbox.protocol import JobState
 from gradbox_service.accounting import usage
 from gradbox_service.jobs.charges import charge_of
-from gradbox_service.jobs.damaged import read_record
 from gradbox_service.jobs.record import JobRecord, QueuePosition
 from gradbox_service.jobs.turns import held_key
 
@@ -123,11 +122,10 @@ def write(pipe: Pipeline, before: JobRecord | None, after: JobRecord, *, said: b
 def _index(pipe: Pipeline, before: JobRecord | None, after: JobRecord) -> None:
     """Move a job whose state is new into the indices of that state."""
     index = index_key(after.owner, after.state)
-    # Where a damaged record is replaced, nobody knows the former state; it was none of the final.
-    former = index_key(after.owner, JobState.QUEUED if before is None else before.state)
-    if index != former and former is not None:
+    former = None if before is None else index_key(before.owner, before.state)
+    if former is not None and index != former:
         pipe.zrem(former, after.id)
-    if index is not None and (index != former or before is None):
+    if index is not None and index != former:
         pipe.zadd(index, {after.id: after.created_s})
     if after.state.final and before is not None and not after.spec_is_read:
         pipe.delete(spec_key(after.id))
@@ -218,7 +216,7 @@ def change_in(entry_id: bytes, fields: Mapping[bytes, bytes]) -> Change | None:
 def _carried(text: bytes | None) -> JobRecord | None:
     """Return the record that a change carries; None for a damaged one, which is read again."""
     try:
-        return read_record(text)
+        return None if text is None else JobRecord.from_json(text)
     except ValueError:
         return None
 

@@ -11,7 +11,7 @@
     gradbox:result-bytes       hash: owner → bytes of their results on disk
     gradbox:usage:HOUR         hash: what each owner used (see `usage`)
     gradbox:busy:MINUTE        hash: worker → milliseconds in which it held a job
-    gradbox:set-aside          hash: job id → bytes that were no record (see `damaged`)
+    gradbox:set-aside          hash: job id → bytes that were no record
     gradbox:places             hash: job id → its position in the queue
     gradbox:key:OWNER:HASH     the job and the spec's digest of an idempotency key
     gradbox:changes            stream of changes, each with the record that it left
@@ -22,10 +22,10 @@ indices, its entry in the stream and its lease change together or not at all.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, NamedTuple, cast
@@ -47,10 +47,12 @@ from gradbox_service.jobs.changes import (
     posted_key,
     spec_key,
 )
-from gradbox_service.jobs.damaged import SET_ASIDE, failed_record, read_record
 from gradbox_service.jobs.record import JobRecord, QueuePosition, Transition
 from gradbox_service.jobs.turns import Turn, Turns
 
+log = logging.getLogger(__name__)
+
+SET_ASIDE = "gradbox:set-aside"
 # An idempotency key is remembered this long.
 KEY_LIFETIME_S = 7 * 24 * 3600
 CHANGES_READ = 1000
@@ -444,30 +446,29 @@ class Records:
         return [r for r in map(self._read, (i.decode() for i in ids), texts) if r is not None]
 
     def _read(self, job_id: str, text: bytes | None) -> JobRecord | None:
-        """Return the record; a damaged one is set aside, and its job failed."""
+        """Return the record; None, with its bytes set aside, where they are damaged.
+
+        They are not JSON, a field is missing, or a later version of gradbox wrote them. So one bad
+        record costs one job, not the loop that read it.
+        """
         try:
-            return read_record(text)
+            return None if text is None else JobRecord.from_json(text)
         except ValueError as error:
-            return self._fail_damaged(job_id, error)
-
-    def _fail_damaged(self, job_id: str, reason: ValueError) -> JobRecord | None:
-        owner = self._owner_of(job_id)
-        while True:
-            text = cast("bytes | None", self._redis.get(job_key(job_id)))
-            with suppress(ValueError):
-                return read_record(text)  # another process was faster
-            assert text is not None
-            record = failed_record(job_id, text, reason=reason, owner=owner, now_s=time.time())
-            pipe = self._redis.pipeline()
-            pipe.hset(SET_ASIDE, job_id, cast(Any, text))
-            changes.write(pipe, None, record)
-            if self._commands.run(pipe, where={job_key(job_id): text}):
-                return record
-
-    def _owner_of(self, job_id: str) -> str | None:
-        """Look the job up in the owners' indices, for its record does not say."""
-        owners = self.owners()
-        return next((o for o in owners if self._redis.zscore(owner_key(o), job_id)), None)
+            log.error(
+                "the record of job %s cannot be read (%s); it is set aside in %s: %r",
+                job_id,
+                " ".join(str(error).split())[:500],
+                SET_ASIDE,
+                cast(bytes, text)[:2000],
+            )
+        pipe = self._redis.pipeline()
+        pipe.hset(SET_ASIDE, job_id, cast(Any, text))
+        pipe.delete(job_key(job_id), spec_key(job_id))
+        for owner in self.owners():
+            pipe.zrem(owner_key(owner), job_id)
+            pipe.zrem(active_key(owner), job_id)
+        self._commands.run(pipe, where={job_key(job_id): cast(bytes, text)})
+        return None
 
 
 def _positions(job_ids: Sequence[str], texts: Sequence[bytes | None]) -> dict[str, QueuePosition]:

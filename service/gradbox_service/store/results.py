@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from functools import cached_property
 from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -19,7 +18,6 @@ from typing import BinaryIO, Final
 import redis
 from redis.client import Pipeline
 
-from gradbox.tensors.checksums import is_whole
 from gradbox_service.store.files import (
     FileUse,
     files_of,
@@ -31,8 +29,6 @@ from gradbox_service.store.files import (
 from gradbox_service.store.room import Room
 from gradbox_service.store.small import SmallFiles
 
-# What was written so long before a power cut may not have reached the disk.
-UNFLUSHED_S: Final = 300.0
 FETCHED_MODE: Final = 0o400
 
 
@@ -49,8 +45,6 @@ class ResultStore:
         self._root = root
         self.room = Room(root, reserve_bytes)
         self._small = SmallFiles(connection, "result")
-        self._opened_s = time.time()
-        self._whole: dict[Path, bool] = {}  # of those that were looked at, see `is_spoilt`
 
     def write(self, pipe: Pipeline, job_id: str, *, attempt: int, content: bytes) -> None:
         """Write a small result by the transaction that ends its job."""
@@ -148,24 +142,6 @@ class ResultStore:
             if found.read_only:
                 path.chmod(FETCHED_MODE)
             self._small.remove(name, unused_since_s=time.time())
-
-    def is_spoilt(self, job_id: str, *, attempt: int) -> bool:
-        """Return whether a power cut has left other bytes of a result than were written.
-
-        Only one that was written in the last minutes before this process began is looked at, once.
-        """
-        path = self.path(job_id, attempt=attempt)
-        found = use_of(path)
-        if found is None or not self._unflushed_since_s <= found.written_s < self._opened_s:
-            return False
-        if path not in self._whole:
-            self._whole[path] = is_whole(path)
-        return not self._whole[path]
-
-    @cached_property
-    def _unflushed_since_s(self) -> float:
-        written_s = (found.written_s for _, found in self.files())
-        return max((s for s in written_s if s < self._opened_s), default=0.0) - UNFLUSHED_S
 
     def note_fetched(self, job_id: str, *, attempt: int) -> None:
         """Note that the job's owner has all of the result: its file is made read-only."""

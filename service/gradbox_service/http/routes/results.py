@@ -198,10 +198,6 @@ def _opened(record: JobRecord, result: ResultView, box: Backing) -> BinaryIO:
             f"the result of job {record.id} has {found_bytes} of its {result.size_bytes} bytes "
             f"left, as after a power cut; submit the job again"
         )
-    is_file = not isinstance(file, BytesIO)
-    if is_file and box.results.is_spoilt(record.id, attempt=record.attempt):
-        file.close()
-        raise ResultGone(_damaged(record))
     return file
 
 
