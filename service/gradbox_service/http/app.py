@@ -117,6 +117,7 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
     # The outermost: it gives refusals an id too.
     app.add_middleware(RequestWatch, metrics=app.state.metrics)
     problems.install(app)
+    app.router.routes.insert(0, jobs.POSTED)
     for module in (jobs, blobs, results, losses, models, box, session, probes):
         app.include_router(module.router)
     app.include_router(pages.router())

@@ -42,6 +42,14 @@ LOOK_S: Final = 1.0
 Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
 
 
+def credentials_of(request: Request) -> HTTPAuthorizationCredentials | None:
+    """Return the bearer token that came, as `Credentials` gives it to a route of FastAPI's."""
+    scheme, token = get_authorization_scheme_param(request.headers.get("authorization"))
+    if scheme.lower() != "bearer" or not token:
+        return None
+    return HTTPAuthorizationCredentials(scheme=scheme, credentials=token)
+
+
 def caller_of(request: Request, box: Box, credentials: Credentials) -> TokenInfo:
     """Return what is known of the request's token: `name` owns jobs and blobs.
 

@@ -9,11 +9,12 @@ from collections.abc import AsyncIterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice
-from typing import Annotated
+from typing import Annotated, Final
 
 import anyio.to_thread
 from fastapi import Depends, Header, Query, Request, Response
 from fastapi.sse import EventSourceResponse, ServerSentEvent
+from starlette.routing import Route
 
 from gradbox.errors import InvalidRequest, OwnerOnly, Unauthorized
 from gradbox.protocol import JobList, JobState, JobView
@@ -28,6 +29,7 @@ from gradbox_service.http.auth import (
     Listener,
     VisibleJob,
     caller_of,
+    credentials_of,
 )
 from gradbox_service.http.bodies import (
     MAX_BODY_BYTES,
@@ -112,6 +114,15 @@ async def post_job(request: Request, credentials: Credentials) -> Response:
         )
     listener = Listener(request, box=box, credentials=credentials)
     return await _answer(record, request, box=box, caller=caller, listener=listener, posted=True)
+
+
+async def _posted(request: Request) -> Response:
+    request.scope["route"] = POSTED
+    return await post_job(request, credentials_of(request))
+
+
+# What FastAPI describes as the route above, without its way to a function: a tenth of a small job.
+POSTED: Final = Route("/v1/jobs", _posted, methods=["POST"])
 
 
 @router.get("")
