@@ -20,8 +20,9 @@ import ray
 import torch
 
 from benchmarks.measure import in_fresh_process, median_of_ratios
-from gradbox_worker.cluster.actor.open_job import OpenJob
-from gradbox_worker.cluster.head.ray_session import leave, start_here
+from gradbox_worker.cluster.buffers import as_buffers
+from gradbox_worker.cluster.ray_session import leave, start_here
+from gradbox_worker.cluster.helper_job import JobInPhases
 
 NUM_TENSORS: Final = 100
 TENSOR_NUMBERS: Final = 10**6  # of float32
@@ -47,7 +48,7 @@ class Reduction:
         return median_of_ratios(self.copy_s, self.sum_s)
 
 
-class Holder(OpenJob):
+class Holder(JobInPhases):
     """What an actor holds of a job after its replay, without the job."""
 
     def __init__(self) -> None:
@@ -57,6 +58,10 @@ class Holder(OpenJob):
     def fill(self) -> None:
         """Have sums again."""
         self._sums = {0: {str(n): torch.ones(TENSOR_NUMBERS) for n in range(NUM_TENSORS)}}
+
+    def take_sums(self, index: int) -> Any:
+        """Give sums away, as a device does."""
+        return as_buffers(super().take_sums(index))
 
 
 def measure_reduction() -> Reduction:
@@ -70,7 +75,7 @@ def main() -> int:
     source, target = (torch.ones(NUM_BYTES // 4) for _ in range(2))
     found = Reduction([], [])
     with tempfile.TemporaryDirectory(prefix="gradbox-ray-") as folder:
-        start_here(namespace="reduction", folder=Path(folder), num_cpus=2)
+        start_here(folder=Path(folder), num_cpus=2)
         left, right = (ray.remote(Holder).remote() for _ in range(2))
         _summed_s(left, right)  # the store's memory is touched the first time
         for _ in range(ROUNDS):

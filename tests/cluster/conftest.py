@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,6 +30,13 @@ class ClusterBox:
         """Return its living processes."""
         return having(VARIABLE, self.mark)
 
+    def process_of(self, device: str | None) -> int:
+        """Return the process that a device had last, as the head's log says."""
+        assert self.box.data is not None
+        said = (self.box.data / "logs" / "cluster.log").read_text()
+        found = re.findall(rf"device {device} is ready .* in process (\d+)", said)
+        return int(found[-1])
+
 
 def write_cluster_models(path: Path) -> Path:
     """Write a models file with the problem table's models, and some that test devices."""
@@ -47,8 +55,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterBox]:
     folder = tmp_path_factory.mktemp("cluster")
     models = write_cluster_models(folder / "models.toml")
     mark = uuid.uuid4().hex
-    # One worker, for its start takes as long as a device's; jobs come one after the other.
-    arguments = ("--cluster", "local", "--device", "cpu,cpu", "--workers", "1")
+    arguments = ("--cluster", "local", "--device", "cpu,cpu")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, mark)
         patch.setenv("GRADBOX_CHECKPOINT_AFTER_S", "0.2")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradbox_worker.cluster.exchange.array_buffers import (
+from gradbox_worker.cluster.buffers import (
     TensorBuffer,
     as_buffers,
     as_tensors,

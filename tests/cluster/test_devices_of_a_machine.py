@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradbox_worker.cluster.head.machine import devices_of
+from gradbox_worker.cluster.machines import devices_of
 
 CPU_ACTOR = ("cpu", {"num_cpus": 4})
 

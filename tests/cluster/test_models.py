@@ -10,12 +10,12 @@ import pytest
 
 from gradbox import GradClient, Gradient
 from gradbox.errors import UnknownModel
-from gradbox.protocol import ModelView, OperationMode, OperationView
+from gradbox.protocol import OperationMode, OperationView
 from gradbox_service.database.connection import connect
 from gradbox_service.fleet.operation import Operation
 from gradbox_service.jobs import Records
 from gradbox_service.up.embedded_redis import url_in
-from gradbox_worker.cluster.head.model_versions import ModelVersions
+from gradbox_worker.cluster.machines import ModelVersions
 from tests.cluster.conftest import ClusterBox
 from tests.cluster.processes import wait_until
 from tests.cluster.test_jobs import WAIT_S, num_ranges, shards, sum_of_squares
@@ -79,13 +79,11 @@ def test_a_job_in_ranges_is_refused_where_its_model_has_another_version_by_now(
         job.result(WAIT_S)
 
 
-def described(**versions: str) -> list[str]:
-    return [
-        ModelView(
-            name=name, version=version, usable=bool(version), reason="no such file"
-        ).model_dump_json()
-        for name, version in versions.items()
-    ]
+def problem(versions: ModelVersions, device: str, software: str, **models: str) -> str:
+    """Say of a device with these versions of models, "" where it has none, why it is refused."""
+    usable = {name: version for name, version in models.items() if version}
+    unusable = dict.fromkeys(models.keys() - usable.keys(), "no such file")
+    return versions.problem(device, usable, unusable=unusable, software=software)
 
 
 SAME = "gradbox 0.1.0, torch 2.13.0"
@@ -93,9 +91,9 @@ SAME = "gradbox 0.1.0, torch 2.13.0"
 
 def test_a_device_of_another_version_is_refused_with_both_digests() -> None:
     versions = ModelVersions()
-    assert versions.problem("a/cpu-0", described(net="1234", other=""), software=SAME) == ""
-    assert versions.problem("b/cpu-0", described(net="1234", other="99"), software=SAME) == ""
-    refused = versions.problem("c/cpu-0", described(net="5678", other=""), software=SAME)
+    assert problem(versions, "a/cpu-0", SAME, net="1234", other="") == ""
+    assert problem(versions, "b/cpu-0", SAME, net="1234", other="99") == ""
+    refused = problem(versions, "c/cpu-0", SAME, net="5678", other="")
     assert "1234" in refused
     assert "5678" in refused
     assert "c/cpu-0" in refused
@@ -103,15 +101,15 @@ def test_a_device_of_another_version_is_refused_with_both_digests() -> None:
 
 def test_a_device_that_cannot_build_what_the_first_one_can_is_refused() -> None:
     versions = ModelVersions()
-    versions.problem("a/cpu-0", described(net="1234"), software=SAME)
-    assert "no such file" in versions.problem("b/cpu-0", described(net=""), software=SAME)
+    problem(versions, "a/cpu-0", SAME, net="1234")
+    assert "no such file" in problem(versions, "b/cpu-0", SAME, net="")
 
 
 def test_a_device_with_another_torch_is_refused_with_both_versions() -> None:
     versions = ModelVersions()
-    assert versions.problem("a/cpu-0", described(net="1234"), software=SAME) == ""
+    assert problem(versions, "a/cpu-0", SAME, net="1234") == ""
     other = "gradbox 0.1.0, torch 2.11.0"
-    refused = versions.problem("b/cpu-0", described(net="1234"), software=other)
+    refused = problem(versions, "b/cpu-0", other, net="1234")
     assert "b/cpu-0" in refused
     assert SAME in refused
     assert other in refused

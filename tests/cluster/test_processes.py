@@ -14,7 +14,7 @@ import pytest
 
 from tests.boxes import Up
 from tests.cluster.conftest import VARIABLE, ClusterBox, write_cluster_models
-from tests.cluster.processes import having, wait_until
+from tests.cluster.processes import commands, having, wait_until
 
 LISTENING = "0A"
 
@@ -80,10 +80,18 @@ def test_nothing_outlives_a_box(
     up._output.close()
 
 
-def test_the_head_and_the_pool_import_no_torch() -> None:
-    """They compute nothing, and a box starts sooner without."""
+def test_a_box_has_a_process_for_each_device_and_four_besides(cluster: ClusterBox) -> None:
+    """`up`, Redis, the service and the head; Ray's own, and the head's guardian, aside."""
+    found = [commands()[pid] for pid in cluster.processes()]
+    own = [one for one in found if "gradbox" in one or "ray::DeviceActor" in one]
+    own = [one for one in own if "descendants" not in one and "/ray/" not in one]
+    assert len(own) == 2 + 4, own
+
+
+def test_the_head_imports_no_torch() -> None:
+    """It computes nothing, and a box starts sooner without."""
     code = (
-        "import sys, gradbox_worker.cluster.head.head, gradbox_worker.cluster.__main__; "
+        "import sys, gradbox_worker.cluster.taking, gradbox_worker.cluster.__main__; "
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

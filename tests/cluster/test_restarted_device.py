@@ -5,7 +5,7 @@ Whoever asks for them is told so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,10 @@ from gradbox import Gradient, Jacobian
 from gradbox.computations import Computation
 from gradbox.protocol import ModelView
 from gradbox_engine.ranges import Range, RangeCotangents
-from gradbox_worker.cluster.actor.cluster_device import ClusterDevice
-from gradbox_worker.cluster.actor.device_actor import DeviceActor
-from gradbox_worker.cluster.exchange.sent_tensors import RangeJob
+from gradbox_worker.cluster.device import ClusterDevice
+from gradbox_worker.cluster.device_actor import DeviceActor
 from gradbox_worker.device import DeviceSettings
 from gradbox_worker.errors import JobStopped
-from gradbox_worker.files.blob_tensors import TensorForm
 from gradbox_worker.work import Work
 from tests.client.conftest import write_models
 
@@ -34,7 +32,7 @@ def actor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceActor]:
     folder = tmp_path_factory.mktemp("device")
     (folder / "mark").write_text("seen")
     settings = DeviceSettings(write_models(folder / "models.toml"), folder, device="cpu")
-    actor = DeviceActor(settings, (folder / "mark", "seen"), None)
+    actor = DeviceActor(settings, "here/cpu-0", (folder / "mark", "seen"), None)
     yield actor
     actor.device.empty()
 
@@ -47,30 +45,17 @@ def device(actor: DeviceActor) -> ClusterDevice:
 def opened(device: ClusterDevice, computation: Computation) -> None:
     """Open a job of which another process of this device has run ranges."""
     views = [ModelView.model_validate_json(text) for text in device.describe()["models"]]
-    device.open(range_job(computation, {view.name: view for view in views}))
-
-
-def range_job(computation: Computation, views: Mapping[str, ModelView]) -> RangeJob:
-    """Return a job of `SHARDS` as devices are told of it."""
-    return RangeJob(
-        work=Work(
-            job_id="job",
-            attempt=1,
-            model="mlp",
-            model_version=views["mlp"].version,
-            spec=computation.prepare().spec,
-            spec_digest="",
-            result_path=Path("job"),
-            queued_s=0.0,
-        ),
-        of_samples=isinstance(computation, Jacobian),
-        loss_parameters=(),
-        tensors={},
-        forms=[[{"0": TensorForm(torch.float64, (2, 5))}] * 2],
-        checkpoints=None,
-        rows="",
-        checkpoint_after_s=None,
+    work = Work(
+        job_id="job",
+        attempt=1,
+        model="mlp",
+        model_version={view.name: view for view in views}["mlp"].version,
+        spec=computation.prepare().spec,
+        spec_digest="",
+        result_path=Path("job"),
+        queued_s=0.0,
     )
+    device.open(work, "", None)
 
 
 IN_PHASES: dict[str, Callable[[ClusterDevice], Any]] = {
@@ -78,7 +63,6 @@ IN_PHASES: dict[str, Callable[[ClusterDevice], Any]] = {
     "check": lambda d: d.check(FIRST, {}),
     "take_sums": lambda d: d.take_sums(0),
     "add": lambda d: d.add(0, {}),
-    "stored_sums": lambda d: d.stored_sums(0),
 }
 OF_SAMPLES: dict[str, Callable[[ClusterDevice], Any]] = {
     "factors": lambda d: d.factors(0),
@@ -100,8 +84,24 @@ def test_rows_of_a_process_that_died_are_told_as_lost(device: ClusterDevice, nam
         OF_SAMPLES[name](device)
 
 
-WITHOUT_A_JOB = {"import_for_jobs", "run", "open", "empty", "drop_idle_graphs"}
-BESIDE_A_JOB = {"take_rows", "place_rows", "describe", "news", "holds", "stop", "stop_all"}
+WITHOUT_A_JOB = {
+    "import_for_jobs",
+    "run",
+    "read_result",
+    "open",
+    "empty",
+    "drop_idle_graphs",
+}
+BESIDE_A_JOB = {
+    "take_rows",
+    "place_rows",
+    "describe",
+    "news",
+    "progress",
+    "holds",
+    "stop",
+    "stop_all",
+}
 FOR_A_JOB = {name for name in vars(DeviceActor) if not name.startswith("_")}
 
 

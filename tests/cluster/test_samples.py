@@ -138,8 +138,10 @@ def test_dense_rows_are_written_by_the_devices_of_the_boxs_machine(client: GradC
     receipt = client.submit(per_sample(form="dense", devices=2)).result(WAIT_S).manifest
     moved = receipt.bytes_moved or {}
     assert moved["rows"] == moved["factors"] == moved["sums"] == 0
-    assert moved["values"] == NUM_SAMPLES * 8  # the losses
-    assert moved["inputs"] >= NUM_SAMPLES * (5 + OUTPUTS) * 8
+    there, *_ = receipt.ranges or ()
+    num_samples = sum(SIZES[there.start : there.stop])
+    assert moved["values"] == num_samples * 8  # the losses
+    assert 0 < moved["inputs"] < num_samples * (5 + OUTPUTS) * 8  # what the loss reads: no shard
     assert [(run.start, run.stop) for run in receipt.ranges or ()][-1][1] == len(SIZES)
     assert all(run.samples_s > 0 for run in receipt.ranges or ())
 
@@ -168,7 +170,7 @@ def test_ranges_whose_rows_are_formed_are_cut_by_samples_too(
 def test_a_gram_moves_each_ranges_factors_once_at_most(client: GradClient) -> None:
     rows = client.submit(jacobian(form="factored", devices=2)).result(WAIT_S).manifest
     gram = client.submit(jacobian(reduce="gram", devices=2)).result(WAIT_S).manifest
-    assert 0 < (gram.bytes_moved or {})["factors"] < (rows.bytes_moved or {})["factors"]
+    assert 0 < (gram.bytes_moved or {})["factors"] <= (rows.bytes_moved or {})["factors"]
 
 
 def test_rows_of_different_lengths_are_refused_as_on_one_device(client: GradClient) -> None:
@@ -193,4 +195,4 @@ def test_a_mixed_gradient_on_two_devices_is_that_of_one(
     assert_alike(tensors(two, tmp_path), tensors(one, tmp_path))
     assert two.manifest.names == one.manifest.names
     dfdz_bytes = two.dfdz.numel() * 8
-    assert (two.manifest.bytes_moved or {})["outputs"] == dfdz_bytes
+    assert 0 < (two.manifest.bytes_moved or {})["outputs"] < dfdz_bytes

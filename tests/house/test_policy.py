@@ -86,11 +86,11 @@ def modules_loaded_by(statement: str) -> set[str]:
             "numpy",
         ),
         (
-            "import gradbox_worker.cluster.coordinator.main, gradbox_worker.cluster.head.leases",
+            "import gradbox_worker.cluster.__main__",
             "fastapi",
         ),
     ],
-    ids=["client", "service", "worker", "coordinator"],
+    ids=["client", "service", "worker", "head of a cluster"],
 )
 def test_import_loads_neither_torch_nor_ray(statement: str, also_not: str) -> None:
     assert not {"torch", "ray", also_not} & modules_loaded_by(statement)

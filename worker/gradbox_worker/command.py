@@ -86,14 +86,6 @@ DeviceLog = Annotated[
         help="a file for what models print, at most 8 MiB and the 8 MiB before [standard error]",
     ),
 ]
-Cluster = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="coordinate jobs on the cluster whose head wrote this file (DATA/cluster.json), "
-        "instead of running them on a device",
-    ),
-]
 BuildTimeout = Annotated[
     float,
     typer.Option(
@@ -138,7 +130,6 @@ def run(
     job_memory_gib: JobMemory = None,
     checkpoint_after_s: CheckpointAfter = None,
     device_log: DeviceLog = None,
-    cluster: Cluster = None,
     build_timeout_s: BuildTimeout = 600.0,
     lease_s: Lease = 20.0,
     cancel_grace_s: CancelGrace = 30.0,
@@ -179,7 +170,6 @@ def run(
             checkpoint_after_s=checkpoint_after_s,
             log=device_log,
             build_timeout_s=build_timeout_s,
-            cluster=cluster,
         )
         patience = Patience(lease_s=lease_s, cancel_grace_s=cancel_grace_s)
         return _work(name, settings=settings, device_settings=device_settings, patience=patience)

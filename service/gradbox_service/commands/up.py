@@ -122,6 +122,11 @@ def run(
     _check_worker_packages(with_cluster=cluster is not None)
     if wait and script is not None:
         raise BadSettings("expected --wait or --exec, got both: --exec waits by itself")
+    if cluster is not None and workers is not None:
+        raise BadSettings(
+            "expected --workers or --cluster, got both: a cluster runs a job on every device that "
+            "--device says of each machine"
+        )
     public_url = None if public_url is None else checked_url(public_url)
     settings = Settings.read(**given)
     if os.environ.get("GRADBOX_REDIS_URL"):
@@ -138,7 +143,7 @@ def run(
     box = Box(
         settings,
         models_file=found,
-        devices=["cluster"] * (workers or 0) if cluster else spread(device, num_workers=workers),
+        devices=[] if cluster else spread(device, num_workers=workers),
         build_timeout_s=build_timeout_s,
         cluster=None if cluster is None else Cluster(cluster, device=device),
         public_url=public_url,

@@ -19,9 +19,9 @@ from gradbox_service.database.connection import connect
 from gradbox_service.fleet.operation import Operation
 from gradbox_service.http.listening import bind, check_exposure, url_of
 from gradbox_service.settings import EMBEDDED, Settings, arguments_of
-from gradbox_service.up.console import NotReady, how_to_reach, left_out, say
+from gradbox_service.up.console import NotReady, how_to_reach, say, what_is_there
 from gradbox_service.up.data_folder import Credentials, lock_folder, takes_changes
-from gradbox_service.up.devices import Cluster, address_file, devices_now
+from gradbox_service.up.devices import Cluster
 from gradbox_service.up.embedded_redis import EmbeddedRedis
 from gradbox_service.up.processes import Part, PartFailed, Script, ended, of_module, rotate
 from gradbox_service.up.watchdog import Watchdog, why_not_ready
@@ -33,19 +33,15 @@ LOOK_S: Final = 0.1
 # A worker stops within a shard; what takes longer is killed, and its job is queued again.
 WORKER_STOP_S: Final = 45.0
 SERVICE_STOP_S: Final = 15.0
-CLUSTER_STOP_S: Final = 30.0
-# What workers of a box with a cluster say that their device is.
-CLUSTER: Final = "cluster"
 
 
 class Box:
     """One box.
 
     Args:
-        devices: the device of each worker; none given with a cluster is a worker for each of its,
-            those that join later too.
+        devices: the device of each worker, where there is no cluster.
         build_timeout_s: how long a model may take to be built; None is what workers take it to be.
-        cluster: whose devices run the jobs; None: those of the workers.
+        cluster: whose devices run the jobs, in place of workers.
         public_url: how others reach the box, where the owner knows better than the machine.
         script: what runs while the box is up; the box ends with it.
     """
@@ -116,21 +112,19 @@ class Box:
                 operation = end_drain(redis.url)
             if operation.mode is OperationMode.PAUSED:
                 say(f"the box is {operation}; `gradbox resume` lets jobs run")
-            devices = list(self._devices)
-            if self._cluster is not None:
-                found = self._start_cluster(self._cluster, stack)
-                devices = devices or found * [CLUSTER]
-                if self._stop.is_set():
-                    return self._stopped()
             service = self._service(bound, redis.url)
-            workers = [self._worker(*one, redis_url=redis.url) for one in enumerate(devices)]
-            say(f"starting a service and {len(workers)} worker(s); logs in {service.log.parent}")
+            if self._cluster is None:
+                workers = [self._worker(*w, redis_url=redis.url) for w in enumerate(self._devices)]
+                what = f"{len(workers)} worker(s)"
+            else:
+                workers, what = [self._head(self._cluster, redis.url)], "a cluster"
+            say(f"starting a service and {what}; logs in {service.log.parent}")
             stack.callback(self._stop_parts, [service], within_s=SERVICE_STOP_S)
             stack.callback(self._stop_parts, workers, within_s=WORKER_STOP_S)
             for part in (service, *workers):
                 self._parts.append(part)
                 part.start()
-            if self._until(lambda: why_not_ready(url), before="the box was ready"):
+            if self._until(lambda: self._why_not_ready(url), before="the box was ready"):
                 stack.callback(credentials.withdraw)
                 credentials.publish(url, token)
                 self._say_ready(url, redis.url)
@@ -141,38 +135,12 @@ class Box:
                 watchdog = Watchdog(url, redis_url=redis.url, workers=names)
                 stack.enter_context(watchdog)
                 while self._goes_on(watchdog):
-                    for index in self._new_devices(num_workers=len(workers)):
-                        worker = self._worker(index, CLUSTER, redis_url=redis.url)
-                        worker.start()
-                        watchdog.watch(worker.name)
-                        workers.append(worker)
-                        self._parts.append(worker)
                     self._keep_running(watchdog)
             return self._stopped()
 
     def _stopped(self) -> int:
         say("stopping")
         return 0 if self._script is None else self._script.stop()
-
-    def _start_cluster(self, cluster: Cluster, stack: ExitStack) -> int:
-        """Start the head of the cluster; return how many devices it has, 0 if asked to stop."""
-        head = cluster.part(data=self._data, models_file=self._models_file)
-        stack.callback(self._stop_parts, [head], within_s=CLUSTER_STOP_S)
-        say(f"starting a cluster; its log is {head.log}")
-        head.start()
-        self._parts.append(head)
-
-        def why_no_devices() -> str | None:
-            if devices_now(self._data):
-                return None
-            last = next(reversed(head.lines()), "nothing yet")
-            return f"the cluster waits for devices; its log ends with: {last}"
-
-        if not self._until(why_no_devices, before="it had devices"):
-            return 0
-        found = devices_now(self._data)
-        say(f"the cluster has {found} device(s)")
-        return found
 
     def _service(self, bound: socket.socket, redis_url: str) -> Part:
         settings = self._settings.model_copy(update={"data": self._data, "redis_url": redis_url})
@@ -190,22 +158,28 @@ class Box:
         arguments += ["--data", str(self._data), "--redis-url", redis_url]
         if self._settings.disk_reserve_bytes is not None:
             arguments += ["--disk-reserve-bytes", str(self._settings.disk_reserve_bytes)]
-        if self._cluster is not None:
-            arguments += ["--cluster", str(address_file(self._data))]
         logs = self._data / "logs"
         arguments += ["--device-log", str(logs / f"{name}.device.log")]
         if self._build_timeout_s is not None:
             arguments += ["--build-timeout-s", str(self._build_timeout_s)]
         return Part(name, of_module("gradbox_worker", *arguments), log=logs / f"{name}.log")
 
-    def _new_devices(self, *, num_workers: int) -> range:
-        """Return the numbers of the workers that new devices of the cluster want by now."""
-        if self._cluster is None or self._devices:
-            return range(0)
-        wanted = devices_now(self._data)
-        if wanted > num_workers:
-            say(f"the cluster has {wanted} device(s): starting a worker for each new one")
-        return range(num_workers, wanted)
+    def _head(self, cluster: Cluster, redis_url: str) -> Part:
+        return cluster.part(
+            data=self._data,
+            models_file=self._models_file,
+            redis_url=redis_url,
+            disk_reserve_bytes=self._settings.disk_reserve_bytes,
+        )
+
+    def _why_not_ready(self, url: str) -> str | None:
+        """Return what jobs wait for; of a cluster, what it said last."""
+        why = why_not_ready(url)
+        if why is None or self._cluster is None:
+            return why
+        head = self._parts[-1]
+        last = next(reversed(head.lines()), "nothing yet")
+        return f"the cluster waits for devices; its log ends with: {last}"
 
     def _until(self, why_not: Callable[[], str | None], *, before: str) -> bool:
         """Wait until nothing is waited for any more; False if asked to stop before.
@@ -238,7 +212,7 @@ class Box:
 
     def _say_ready(self, url: str, redis_url: str) -> None:
         # Before `READY`, with which `--wait` ends.
-        for line in left_out(redis_url):
+        for line in what_is_there(redis_url, on_cluster=self._cluster is not None):
             say(line)
         # The script has stdout for itself.
         out = sys.stdout if self._script is None else sys.stderr

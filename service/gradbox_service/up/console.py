@@ -71,14 +71,17 @@ def how_to_reach(url: str, *, host: str, public_url: str | None, data: Path) -> 
     return "\n".join(lines)
 
 
-def left_out(redis_url: str) -> list[str]:
-    """Return a line for each model that could not be built; the others are served."""
+def what_is_there(redis_url: str, *, on_cluster: bool) -> list[str]:
+    """Return a line on a cluster's devices, and one for each model that could not be built."""
     connection = connect(redis_url)
     try:
-        unusable = unusable_models(Fleet(connection).workers())
+        workers = Fleet(connection).workers()
     finally:
         connection.close()
-    return [
+    ready = sum(worker.state != "starting" for worker in workers)
+    devices = [f"the cluster has {ready} device(s)"] if on_cluster else []
+    unusable = unusable_models(workers)
+    return devices + [
         f"the model {name!r} cannot be used: {why}; mend it, then `gradbox models reload`"
         for name, why in unusable.items()
     ]

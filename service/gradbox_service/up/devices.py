@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -18,8 +17,6 @@ _ASK: Final = "import torch; print(torch.cuda.device_count() if torch.cuda.is_av
 ASK_TIMEOUT_S: Final = 120.0
 MODULE: Final = "gradbox_worker.cluster"
 NAME: Final = "cluster"
-# Written by the head once jobs can run, and when devices come or go; removed when it ends.
-ADDRESS_FILE: Final = "cluster.json"
 
 
 def spread(device: str, *, num_workers: int | None) -> list[str]:
@@ -61,23 +58,13 @@ class Cluster:
     address: str
     device: str
 
-    def part(self, *, data: Path, models_file: Path) -> Part:
-        """Return the head, not started; what an earlier one wrote is removed."""
-        address_file(data).unlink(missing_ok=True)
+    def part(
+        self, *, data: Path, models_file: Path, redis_url: str, disk_reserve_bytes: int | None
+    ) -> Part:
+        """Return the head, not started."""
         arguments = ["--address", self.address, "--device", self.device]
         arguments += ["--models", str(models_file), "--data", str(data)]
-        command = of_module(MODULE, *arguments)
-        return Part(NAME, command, log=data / "logs" / f"{NAME}.log")
-
-
-def address_file(data: Path) -> Path:
-    """Return where the head says how it is reached."""
-    return data / ADDRESS_FILE
-
-
-def devices_now(data: Path) -> int:
-    """Return how many devices the cluster has, 0 while its head is not ready."""
-    try:
-        return int(json.loads(address_file(data).read_text())["num_devices"])
-    except FileNotFoundError:
-        return 0
+        arguments += ["--redis-url", redis_url]
+        if disk_reserve_bytes is not None:
+            arguments += ["--disk-reserve-bytes", str(disk_reserve_bytes)]
+        return Part(NAME, of_module(MODULE, *arguments), log=data / "logs" / f"{NAME}.log")

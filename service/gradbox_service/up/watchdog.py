@@ -6,6 +6,7 @@ service   /livez answers with 200
 Redis     answers at all, be it with a refusal
 worker    its entry in the fleet is fresh: it renews it every two seconds, busy or not, from a
           process that never computes
+cluster   the entry of any of its devices is, for its head renews them all
 
 A silence counts once a part was asked several times in it: after a freeze of this process, or of
 the whole machine, none has answered for long, and all do so with the next question.
@@ -27,6 +28,7 @@ from gradbox_service.fleet.operation import Operation
 from gradbox_service.fleet.workers import Fleet
 from gradbox_service.jobs import Records
 from gradbox_service.repeating_thread import RepeatingThread
+from gradbox_service.up.devices import NAME as CLUSTER
 from gradbox_service.up.embedded_redis import NAME as REDIS
 
 SERVICE: Final = "service"
@@ -53,7 +55,7 @@ class Watchdog(RepeatingThread):
 
         Args:
             url: of the service.
-            workers: the names of the workers.
+            workers: the names of the workers, or of the head of the cluster.
         """
         super().__init__("watchdog")
         self._url = url
@@ -63,10 +65,6 @@ class Watchdog(RepeatingThread):
         self._heard: dict[str, float] = {}
         self._num_unanswered: Counter[str] = Counter()  # in a row, by part
         self.drained = False
-
-    def watch(self, worker: str) -> None:
-        """Watch one more worker, which is being started."""
-        self._workers.append(worker)
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()
@@ -96,7 +94,8 @@ class Watchdog(RepeatingThread):
         try:
             self._connection.set("gradbox:watchdog", 1, px=int(LOOK_S * 1000))
             self.drained = self._is_drained()
-            return [REDIS, *(worker.name for worker in self._fleet.workers())]
+            found = [worker.name for worker in self._fleet.workers()]
+            return [REDIS, *found, *([CLUSTER] if found else [])]
         except redis.BusyLoadingError:  # it reads its records, which takes what it takes
             return [REDIS, *self._workers]
         except (redis.ConnectionError, redis.TimeoutError):

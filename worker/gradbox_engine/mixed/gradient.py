@@ -101,7 +101,7 @@ def mixed_gradient(
         model,
         group,
         inner,
-        _leaves(inner, outer),
+        leaves_of(inner, outer),
         z=z,
         observer=observer,
         checkpoints=lambda _: checkpoints or NoCheckpoints(),
@@ -209,7 +209,7 @@ def _directions(
     ]
 
 
-def _leaves(inner: Objective, outer: Objective) -> dict[str, Tensor]:
+def leaves_of(inner: Objective, outer: Objective) -> dict[str, Tensor]:
     """Return y: the leaves of both functions by name.
 
     Raises:

@@ -1,14 +1,32 @@
-"""One job over many devices and many machines, on Ray; no other room imports it.
+"""Jobs over many devices and many machines, on Ray; no other room imports it.
 
 `gradbox up --cluster` runs `python -m gradbox_worker.cluster`, the head of the cluster: it starts
-Ray or joins it, has one actor for every device, and ends all of it. The device process of a worker
-becomes a coordinator: it leases actors, and either has one run a whole job, or has each run a range
-of the job's shards and puts the parts together. The mathematics of that is `gradbox_engine.ranges`.
+Ray or joins it, has one actor for every device, and takes the turns for all of them. A turn names
+the devices of its job; the first runs it as a single device does, and leads the others. The
+mathematics of that is `gradbox_engine.ranges`.
 
-    coordinator    in a worker: which devices run a job, its ranges, its result
-    head           beside the service: Ray, the actors, the pool that lends them
-    actor          on a device: a whole job, or what is held of a wide one
-    exchange       what passes between them: tensors and models
+The head, which has no torch:
 
-Read `actor.cluster_device`, then `coordinator.wide_job`.
+    ray_session      Ray started on this machine, or joined; `ray_environment` is what it reads when
+                     it is imported
+    machines         which devices a machine has, and whether they are alike
+    head             the devices: their processes, and which of them run a job
+    taking, turn     the main loop; one job on the devices that it was given
+    shipping         files for machines that do not see the box's, and results from there
+
+A device:
+
+    device_actor     a device as an actor of Ray
+    device           which it calls: a warm device, and the ranges of jobs that others lead
+    helper_job       such a job, from one call to the next; `row_outlet`, its dense rows on their
+                     way out
+    messages         what it says to the head; `buffers`, tensors between devices
+
+Its part as a leader:
+
+    leading          the ranges of a job, and its devices as the engine sees them
+    leading_samples  the same of a per-sample job
+    helpers          the other devices: which range is where, and what a lost one is replaced by
+
+Read `taking`, then `turn`, then `leading`.
 """

@@ -13,20 +13,26 @@ import secrets
 import signal
 import sys
 import threading
-import uuid
+from contextlib import closing
 from pathlib import Path
 from typing import Final
 
 from gradbox.printable import log_to_stderr
-from gradbox_worker.cluster.head.address_file import NAME
-from gradbox_worker.cluster.head.ray_environment import reach, start_here
-from gradbox_worker.device import DeviceSettings
+from gradbox_service.database.connection import connect
+from gradbox_service.fleet import Fleet
+from gradbox_service.store import blob_store, result_store
+from gradbox_worker.cluster.ray_environment import reach, start_here
 from gradbox_worker.device.descendants import MARK, Guardian, end_descendants
+from gradbox_worker.device.settings import DeviceSettings
 from gradbox_worker.errors import WorkerError
+from gradbox_worker.turns.presence import NameLock
+from gradbox_worker.turns.supervision import Patience
 
 log = logging.getLogger(__name__)
 
 LOCAL: Final = "local"
+NAME: Final = "cluster"
+CHECKPOINT_AFTER: Final = "GRADBOX_CHECKPOINT_AFTER_S"
 
 
 def main(arguments: list[str]) -> int:
@@ -40,13 +46,12 @@ def main(arguments: list[str]) -> int:
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
-    file = options.data / NAME
-    file.unlink(missing_ok=True)  # what a head that was killed left
     mark = secrets.token_hex(16)
     guardian = Guardian(os.getpid(), mark)
     os.environ[MARK] = mark
     try:
-        _run(options, file=file, stopping=stopping)
+        with NameLock(options.data, NAME):
+            _run(options, stopping=stopping)
     except WorkerError as error:
         print(f"gradbox up --cluster: {error}", file=sys.stderr, flush=True)
         end_descendants(os.getpid(), mark)
@@ -57,37 +62,53 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _run(options: argparse.Namespace, *, file: Path, stopping: threading.Event) -> None:
-    token = secrets.token_hex(32) if options.address == LOCAL else ""
-    if token:
-        start_here(token)
+def _run(options: argparse.Namespace, *, stopping: threading.Event) -> None:
+    if options.address == LOCAL:
+        start_here(secrets.token_hex(32))
     else:
         reach(options.address)
     # Only now: Ray reads its environment when it is imported.
-    from gradbox_worker.cluster.head import head, machine, ray_session
+    from gradbox_worker.cluster import machines, ray_session
+    from gradbox_worker.cluster.head import Devices
+    from gradbox_worker.cluster.taking import TurnTaker
 
-    namespace = f"gradbox-{uuid.uuid4().hex[:12]}"
-    devices = [part.strip() for part in options.device.split(",") if part.strip()]
-    if token:
-        joined = ray_session.start_here(
-            namespace=namespace,
-            folder=ray_session.new_folder(options.data),
-            num_cpus=machine.cpus_here(),
-        )
+    if options.address == LOCAL:
+        folder = ray_session.new_folder(options.data)
+        joined = ray_session.start_here(folder=folder, num_cpus=machines.cpus_here())
     else:
         ray_session.check_address(options.address)
-        joined = ray_session.join(options.address, namespace=namespace)
-    head.run(
-        DeviceSettings(models_file=options.models, data=options.data),
-        devices=devices,
-        joined=joined,
-        namespace=namespace,
-        token=token,
-        file=file,
-        stopping=stopping,
+        joined = ray_session.join(options.address)
+    settings = DeviceSettings(
+        models_file=options.models,
+        data=options.data,
+        checkpoint_after_s=options.checkpoint_after_s,
     )
+    with closing(connect(options.redis_url)) as connection:
+        devices = Devices(
+            settings,
+            devices=[part.strip() for part in options.device.split(",") if part.strip()],
+            mark=options.data / f"{NAME}.mark",
+            fleet=Fleet(connection),
+        )
+        taker = TurnTaker(
+            connection,
+            devices,
+            joined=joined,
+            results=result_store(
+                options.data,
+                connection=connection,
+                reserve_bytes=options.disk_reserve_bytes,
+            ),
+            blobs=blob_store(options.data, connection=connection),
+            patience=Patience(),
+        )
+        taker.recover()
+        log.info(
+            "the cluster at %s has %d devices", joined.address, devices.start(stopping=stopping)
+        )
+        taker.run(stopping)
     ray_session.leave()
-    if token:
+    if options.address == LOCAL:
         ray_session.remove_folder(options.data)
 
 
@@ -97,6 +118,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", required=True)
     parser.add_argument("--models", type=Path, required=True)
     parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--redis-url", required=True)
+    parser.add_argument("--disk-reserve-bytes", type=int)
+    parser.add_argument(
+        "--checkpoint-after-s", type=float, default=os.environ.get(CHECKPOINT_AFTER)
+    )
     return parser
 
 

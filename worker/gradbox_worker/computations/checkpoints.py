@@ -5,6 +5,11 @@ job's identity, and how often the job was resumed. It is written beside and rena
 whole or not at all, in the folder that all workers of the box share. It has checksums, so one whose
 bytes a disk has changed is not gone on from.
 
+A job in ranges has a file for each, JOB.START-STOP.safetensors, which the device writes that has
+the range, if it sees the box's data folder. Of ranges of the other shards that rows are multiplied
+with it is JOB.others-START-STOP.safetensors. Another attempt whose ranges have the same shards goes
+on from them, and so does the device that takes a range over from one that died.
+
 Rows that are written in place are not copied into it. Before it is written they are flushed, and
 their file gets a second name, DATA/checkpoints/JOB.ATTEMPT.rows, which the checkpoint states. So
 it claims no row that a power cut may have taken, and the attempt that goes on writes behind
@@ -23,6 +28,7 @@ import logging
 import math
 import os
 import time
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -33,14 +39,19 @@ from safetensors import SafetensorError, safe_open
 
 from gradbox.errors import InvalidInputs, StorageFull
 from gradbox.tensors.checksums import is_whole
-from gradbox_engine import Checkpoint
+from gradbox_engine import Checkpoint, Checkpoints
+from gradbox_engine.ranges import Range
+from gradbox_engine.ranges.samples import SampleTask
 from gradbox_service.store import Room
 from gradbox_service.store.files import files_of, put_in_place
 from gradbox_worker.computations.strides import laid_out, strides_of
 from gradbox_worker.files.result_file import write_result
 from gradbox_worker.files.rounded_gradients import RoundedGradients
+from gradbox_worker.work import Work
 
 log = logging.getLogger(__name__)
+
+Identity = Callable[[], Mapping[str, str]]
 
 METADATA_KEY: Final = "gradbox_checkpoint"
 SLOW_DISK_BYTES_PER_S: Final = 200 * 2**20
@@ -87,7 +98,7 @@ class CheckpointFile:
         *,
         job_id: str,
         attempt: int | str,
-        identity: Callable[[], Mapping[str, str]],
+        identity: Identity,
         disk_reserve_bytes: int | None = None,
         result: RowsInPlace | None = None,
         rounding: RoundedGradients | None = None,
@@ -227,6 +238,69 @@ class CheckpointFile:
         rows = self._folder / Path(name).name
         whole = rows.exists() and rows.stat().st_size >= num_bytes
         return whole and self._result is not None and self._result.go_on(rows)
+
+
+class JobCheckpoints:
+    """The checkpoints that one device writes of a job: of the whole, or of the ranges it has."""
+
+    def __init__(
+        self,
+        work: Work,
+        *,
+        identity: Identity,
+        rows: RowsInPlace,
+        rounding: RoundedGradients,
+        pace: Pace | None,
+    ) -> None:
+        """Touch no file.
+
+        Args:
+            identity, rows, rounding, pace: see `CheckpointFile`.
+        """
+        self._work, self._identity = work, identity
+        self._rows, self._rounding, self._pace = rows, rounding, pace
+        self._files: dict[str, CheckpointFile] = {}  # by shards
+
+    @property
+    def resumed(self) -> int:
+        """How often the job, or a range of it, went on from a checkpoint, this time included."""
+        return max((file.resumed for file in self._files.values()), default=0)
+
+    def whole(self) -> Checkpoints:
+        """Return where the state of a job in one range is kept."""
+        return self._file("", identity=self._identity, attempt=self._work.attempt)
+
+    def of(self, part: Range) -> Checkpoints:
+        """Return where a range's state is kept, from now on."""
+        return self.whole() if part.is_whole else self._of_shards(part)
+
+    def of_samples(self, part: Range, task: SampleTask) -> Checkpoints:
+        """Return the same of a range of samples, whose state depends on what is made of them."""
+        kind = "others-" if task.of_others else ""
+        return self._of_shards(part, kind=kind, made=f"{task.reduce}, {task.form}")
+
+    def _of_shards(self, part: Range, *, kind: str = "", made: str = "") -> Checkpoints:
+        shards = f"{kind}{part.start}-{part.stop}"
+
+        def identity() -> dict[str, str]:
+            return {**self._identity(), "shards": shards, "made": made}
+
+        # Two devices of one attempt may have a range, one of which only seems dead.
+        own = f"{self._work.attempt}-{uuid.uuid4().hex[:8]}"
+        return self._file(f".{shards}", identity=identity, attempt=own)
+
+    def _file(self, shards: str, *, identity: Identity, attempt: int | str) -> CheckpointFile:
+        found = self._files[shards] = CheckpointFile(
+            self._work.checkpoints,
+            job_id=f"{self._work.job_id}{shards}",
+            attempt=attempt,
+            identity=identity,
+            disk_reserve_bytes=self._work.disk_reserve_bytes,
+            result=self._rows,
+            rounding=self._rounding,
+            pace=self._pace,
+        )
+        return found
 
 
 def _remove(paths: Iterable[Path]) -> None:

@@ -5,7 +5,7 @@ A replay is compared with the forward job's outputs, which its result file has.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,12 @@ from torch import Tensor
 from gradbox.errors import InvalidInputs
 from gradbox.protocol import CotangentsLoss, GradientSpec, Receipt
 from gradbox.tensors.checksums import is_whole
-from gradbox_engine import CotangentGradient, FirstOutputs, gradient_at_cotangents
+from gradbox_engine import CotangentGradient, FirstOutputs
 from gradbox_engine.model.calling.outputs import BARE, Outputs
+from gradbox_engine.ranges import Range
+from gradbox_engine.set_loss import split_gradient_at_cotangents
 from gradbox_worker.computations.engine_inputs import TensorSource
+from gradbox_worker.computations.held_jobs import held_gradient
 from gradbox_worker.computations.job import Computed, LoadedJob
 from gradbox_worker.computations.sections import input_gradients, section
 
@@ -31,29 +34,36 @@ def compute(job: LoadedJob, spec: GradientSpec, loss: CotangentsLoss) -> Compute
     Raises:
         InvalidInputs: neither graphs nor the result of the forward job are there any more.
     """
-    first = job.kept.of(job.work)
-    answer = gradient_at_cotangents(
-        job.loaded.module,
-        job.groups,
-        given_cotangents(loss, job.tensors),
-        first or first_outputs(job.work.earlier_result, loss.forward, job.device),
-        wrt=spec.wrt,
-        retain=spec.retain,
-        input_grads="input_grads" in spec.returns,
-        observer=job.observer,
-        checkpoints=job.checkpoints,
-        **job.calls,
-    )
-    return computed(answer, spec)
+    parts = job.parts()
+    first = _first_outputs(job, loss, parts)
+    with held_gradient(job, spec) as held:
+        answer = split_gradient_at_cotangents(
+            job.leading.devices(held),
+            parts,
+            job.groups,
+            _given_cotangents(loss, job.tensors),
+            first,
+            precision=spec.precision,
+            device=held.device,
+        )
+    return _computed(answer, spec)
 
 
-def given_cotangents(loss: CotangentsLoss, tensors: TensorSource) -> dict[str, Outputs]:
+def _first_outputs(job: LoadedJob, loss: CotangentsLoss, parts: Sequence[Range]) -> FirstOutputs:
+    """Return what the forward job returned; from its file, unless its graphs here have it."""
+    kept = job.kept.of(job.work) if parts[0].is_whole else None
+    if kept is None:
+        return first_outputs(job.work.earlier_result, loss.forward, job.device)
+    # Records have the outputs, and the buffers that each shard began with.
+    return FirstOutputs({}, kept.rows, stateful=False)
+
+
+def _given_cotangents(loss: CotangentsLoss, tensors: TensorSource) -> dict[str, Outputs]:
     """Return ∂L/∂Z by group and name."""
     return _grouped({name: tensors.tensor(ref) for name, ref in loss.tensors.items()})
 
 
-def computed(answer: CotangentGradient, spec: GradientSpec) -> Computed:
-    """Return what stands in the result file, however many devices computed it."""
+def _computed(answer: CotangentGradient, spec: GradientSpec) -> Computed:
     return Computed(
         tensors={
             **section("grads", answer.grads if "grads" in spec.returns else {}),
@@ -67,6 +77,7 @@ def computed(answer: CotangentGradient, spec: GradientSpec) -> Computed:
             "unreached": list(answer.unreached),
         },
         seconds=answer.seconds,
+        runs=answer.ranges,
     )
 
 

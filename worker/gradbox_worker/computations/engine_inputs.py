@@ -17,6 +17,7 @@ from gradbox.protocol import (
     BuiltinLoss,
     CotangentsLoss,
     GradientSpec,
+    GraphLoss,
     MixedGradientSpec,
     ShardRef,
     SharedSpec,
@@ -145,6 +146,18 @@ def gradient_loss(spec: GradientSpec, tensors: TensorSource, *, device: torch.de
         has_buffers=built.has_buffers,
         buffers=built.buffers,
     )
+
+
+def loss_parameters(spec: GradientSpec) -> tuple[str, ...]:
+    """Return the names of the leaves that `gradient_loss` finds, without reading them."""
+    given = [
+        f"loss_inputs.{name}"
+        for name, value in spec.loss_inputs.items()
+        if isinstance(value, TensorRef) and value.requires_grad
+    ]
+    function = spec.loss.function if isinstance(spec.loss, GraphLoss) else None
+    own = function.tensors.items() if function else ()
+    return (*given, *(f"loss.{name}" for name, ref in own if ref.requires_grad))
 
 
 def mixed_objectives(

@@ -9,12 +9,12 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
 
+from gradbox.errors import WorkerLost
 from gradbox.protocol import (
     ForwardSpec,
     GradientSpec,
@@ -23,13 +23,14 @@ from gradbox.protocol import (
     PerSampleGradientSpec,
     SharedSpec,
 )
-from gradbox_engine import Observer
+from gradbox_engine import CoupledShards, DeviceLost, Observer
 from gradbox_service.store import SMALL_BYTES, Room
 from gradbox_worker.computations import forward, gradient, mixed_gradient, per_sample
-from gradbox_worker.computations.checkpoints import CheckpointFile, Pace
-from gradbox_worker.computations.engine_inputs import built_readout, input_groups
+from gradbox_worker.computations.checkpoints import Pace
+from gradbox_worker.computations.identity import device_name
 from gradbox_worker.computations.job import Compute, LoadedJob
 from gradbox_worker.computations.kept_graphs import KeptGraphs
+from gradbox_worker.computations.leading import ALONE, Leading
 from gradbox_worker.computations.memory import PeakMemory, default_result_memory_bytes
 from gradbox_worker.computations.memory_limit import MemoryLimit
 from gradbox_worker.computations.phases import (
@@ -40,11 +41,7 @@ from gradbox_worker.computations.phases import (
     PhaseEnded,
 )
 from gradbox_worker.computations.placement import memory_bytes
-from gradbox_worker.computations.receipts import (
-    commit,
-    device_name,
-    identity_of,
-)
+from gradbox_worker.computations.receipts import commit
 from gradbox_worker.exceptions_to_problems import (
     Caught,
     caught,
@@ -53,7 +50,6 @@ from gradbox_worker.exceptions_to_problems import (
 )
 from gradbox_worker.files.blob_tensors import Blobs, BlobTensors
 from gradbox_worker.files.result_in_place import ResultOnDisk
-from gradbox_worker.files.rounded_gradients import RoundedGradients, widened_weights
 from gradbox_worker.models.registry import Registry
 from gradbox_worker.work import Finished, Stopped, Work
 
@@ -85,6 +81,7 @@ class Execution:
         pace: when a long job's state is written.
         phase_ended: told of every phase.
         small_results: whether those are given to who asks, and not written.
+        leading: which devices run the job's ranges; this one leads the others.
     """
 
     work: Work
@@ -97,6 +94,7 @@ class Execution:
     pace: Pace | None = None
     phase_ended: PhaseEnded | None = None
     small_results: bool = False
+    leading: Leading = ALONE
 
     def attempt(self) -> Finished | Stopped | Caught:
         """Run the job; whatever its model or its loss raises comes back as a problem."""
@@ -122,20 +120,31 @@ class Execution:
 
         A job that runs out of memory is begun again without the graphs of other jobs, and then
         without models that it does not need, the least recently used first: as many as hold what it
-        could not allocate. It fails once there are none that could make room for it.
+        could not allocate. It fails once there are none that could make room for it. And one whose
+        shards turn out not to be independent is begun again on this device alone, where the job
+        leaves the number of devices to the box.
 
         Raises:
             GradboxError: the job's parts do not fit the model or each other.
             gradbox_engine.EngineError: the computation cannot be done.
+            WorkerLost: a range ended one device after the other.
             StopNow: the observer said so; nothing is left behind and the models stay loaded.
         """
-        work, registry, kept = self.work, self.registry, self.kept
+        work, leading, registry, kept = self.work, self.leading, self.registry, self.kept
         kept.begin(work, loaded=registry.holds(work.model))
         crowded = kept.num_bytes > 0
         while True:
             try:
                 with PhaseClock(self.observer, self.phase_ended) as phases:
-                    return self._run(phases)
+                    return self._run(work, leading, phases)
+            except CoupledShards as error:
+                if leading is ALONE or work.spec.devices != "auto":
+                    raise
+                log.info("job %s runs on one device: %s", work.job_id, error)
+                work, leading = replace(work, not_split=str(error)), leading.alone()
+                continue
+            except DeviceLost as error:
+                raise WorkerLost(str(error)) from error
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -160,65 +169,48 @@ class Execution:
             return False
         return self.limit is None or self.limit.leaves_room_of_models()
 
-    def _run(self, phases: PhaseClock) -> Finished:
-        work, spec, device = self.work, self.work.spec, self.registry.device
+    def _run(self, work: Work, leading: Leading, phases: PhaseClock) -> Finished:
+        device = self.registry.device
         began = time.perf_counter()
         phases.enter(MODEL_LOAD)
-        loaded = self.registry.get(work.model, work.model_version)
-        phases.enter(READ_INPUTS)
         room = Room(work.result_path.parent, work.disk_reserve_bytes)
+        result_bytes = self.result_memory_bytes or default_result_memory_bytes(device)
         small_bytes = SMALL_BYTES if self.small_results else 0
-        result_file = ResultOnDisk(work.result_path, room=room, small_bytes=small_bytes)
-        held = nullcontext() if self.limit is None else self.limit.held()
-        rounding = RoundedGradients(spec.transfer)
-        with held, BlobTensors(self.blobs, device=device) as tensors, result_file:
-            peak = PeakMemory(*loaded.devices)
-            readout = built_readout(spec, tensors, device=device)
-            weights = {name: tensors.shared(ref) for name, ref in spec.weights.items()}
-            widened = widened_weights(weights, loaded.module, transfer=spec.transfer)
-            job = LoadedJob(
-                work=work,
-                loaded=loaded,
-                groups=input_groups(spec, loaded.methods, tensors),
-                readout=readout,
-                weights=weights | widened,
-                tensors=tensors,
-                device=device,
-                observer=phases,
-                result=result_file,
-                rounding=rounding,
-                result_memory_bytes=(
-                    self.result_memory_bytes or default_result_memory_bytes(device)
-                ),
-                kept=self.kept,
-                checkpoints=CheckpointFile(
-                    work.checkpoints,
-                    job_id=work.job_id,
-                    attempt=work.attempt,
-                    identity=partial(
-                        identity_of, work.spec_digest, work.model_version, loaded.devices
-                    ),
-                    disk_reserve_bytes=work.disk_reserve_bytes,
-                    result=result_file,
-                    rounding=rounding,
+        path = work.result_path
+        with ResultOnDisk(path, room=room, small_bytes=small_bytes) as result_file:
+            rows = leading.begin(result_file)
+            loaded = self.registry.get(work.model, work.model_version)
+            phases.enter(READ_INPUTS)
+            held = nullcontext() if self.limit is None else self.limit.held()
+            with held, BlobTensors(self.blobs, device=device) as tensors:
+                peak = PeakMemory(*loaded.devices)
+                job = LoadedJob.of(
+                    work,
+                    loaded,
+                    tensors,
+                    device=device,
+                    observer=leading.watched(phases),
+                    rows=rows,
+                    result_memory_bytes=result_bytes,
+                    kept=self.kept,
                     pace=self.pace,
-                ),
-            )
-            load_s = time.perf_counter() - began
-            computed = COMPUTATIONS[type(spec)](job, spec)
-            phases.enter(WRITE_RESULT)
-            written = commit(
-                result_file,
-                computed,
-                work,
-                rounding=rounding,
-                weights_widened=len(widened),
-                model=loaded.name,
-                model_version=loaded.version,
-                device=device_name(*loaded.devices),
-                peak=peak,
-                load_s=load_s,
-                resumed=job.checkpoints.resumed,
-            )
-        self.kept.keep(work, computed.kept)
+                    leading=leading,
+                )
+                load_s = time.perf_counter() - began
+                computed = COMPUTATIONS[type(work.spec)](job, work.spec)
+                phases.enter(WRITE_RESULT)
+                written = commit(
+                    result_file,
+                    computed,
+                    work,
+                    rounding=job.rounding,
+                    weights_widened=job.weights_widened,
+                    model=loaded.name,
+                    model_version=loaded.version,
+                    device=device_name(*loaded.devices),
+                    peak=peak,
+                    load_s=load_s,
+                    resumed=job.checkpoints.resumed,
+                    led=leading.facts(computed.runs),
+                )
         return Finished(written.view, written.content)

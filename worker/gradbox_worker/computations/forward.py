@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 from gradbox.protocol import ForwardSpec
-from gradbox_engine import KeptPass, SetOutputs, set_outputs
+from gradbox_engine import SetOutputs
+from gradbox_engine.set_loss import split_set_outputs
+from gradbox_worker.computations.held_jobs import held_forward
 from gradbox_worker.computations.job import Computed, LoadedJob
 from gradbox_worker.computations.sections import by_group, section
 
@@ -14,21 +16,19 @@ MOST_NAMES: Final = 10
 
 def compute(job: LoadedJob, spec: ForwardSpec) -> Computed:
     """Return Z of each group."""
-    answer = set_outputs(
-        job.loaded.module,
-        job.groups,
-        wrt=spec.wrt,
-        retain=spec.retain,
-        older=job.kept,
-        observer=job.observer,
-        checkpoints=job.checkpoints,
-        **job.calls,
-    )
-    return computed(answer, spec, kept=answer.kept)
+    parts = job.parts()
+    with held_forward(job, spec) as held:
+        answer = split_set_outputs(
+            job.leading.devices(held),
+            parts,
+            job.groups,
+            precision=spec.precision,
+            device=held.device,
+        )
+    return _computed(answer, spec)
 
 
-def computed(answer: SetOutputs, spec: ForwardSpec, *, kept: KeptPass | None = None) -> Computed:
-    """Return what stands in the result file, however many devices computed it."""
+def _computed(answer: SetOutputs, spec: ForwardSpec) -> Computed:
     sections = {"outputs": by_group(answer.outputs), "buffers": answer.buffers}
     return Computed(
         tensors={
@@ -43,5 +43,5 @@ def computed(answer: SetOutputs, spec: ForwardSpec, *, kept: KeptPass | None = N
             "shards_retained": answer.retained,
         },
         seconds=answer.seconds,
-        kept=kept,
+        runs=answer.ranges,
     )

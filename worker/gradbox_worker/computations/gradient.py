@@ -7,13 +7,15 @@ from collections.abc import Collection, Mapping
 from torch import Tensor
 
 from gradbox.protocol import CotangentsLoss, GradientSpec
-from gradbox_engine import SetGradient, set_gradient
+from gradbox_engine import SetGradient
+from gradbox_engine.set_loss import split_set_gradient
 from gradbox_worker.computations import cotangents
 from gradbox_worker.computations.engine_inputs import (
     Loss,
     gradient_loss,
     model_penalties,
 )
+from gradbox_worker.computations.held_jobs import held_gradient
 from gradbox_worker.computations.job import Computed, LoadedJob
 from gradbox_worker.computations.sections import by_group, input_gradients, section
 
@@ -23,31 +25,26 @@ def compute(job: LoadedJob, spec: GradientSpec) -> Computed:
     if isinstance(spec.loss, CotangentsLoss):
         return cotangents.compute(job, spec, spec.loss)
     loss = gradient_loss(spec, job.tensors, device=job.device)
-    answer = set_gradient(
-        job.loaded.module,
-        job.groups,
-        loss.objective,
-        wrt=spec.wrt,
-        penalties=model_penalties(spec, job.tensors, device=job.device),
-        retain=spec.retain,
-        returns=tuple(spec.returns),
-        observer=job.observer,
-        # A later attempt would go on without calling the loss, whose buffers it needs.
-        checkpoints=None if wants_loss_buffers(spec, loss) else job.checkpoints,
-        **job.calls,
-    )
-    return computed(answer, spec, loss)
+    penalties = model_penalties(spec, job.tensors, device=job.device)
+    parts = job.parts()
+    with held_gradient(job, spec, penalties) as held:
+        answer = split_set_gradient(
+            job.leading.devices(held),
+            parts,
+            job.groups,
+            loss.objective,
+            returns=tuple(spec.returns),
+            device=held.device,
+            observer=job.observer,
+            penalties=penalties,
+            **job.calls,
+        )
+    return _computed(answer, spec, loss)
 
 
-def wants_loss_buffers(spec: GradientSpec, loss: Loss) -> bool:
-    """Return whether the result has what the loss leaves in its buffers."""
-    return loss.has_buffers and "buffers" in spec.returns
-
-
-def computed(answer: SetGradient, spec: GradientSpec, loss: Loss) -> Computed:
-    """Return what stands in the result file, however many devices computed it."""
+def _computed(answer: SetGradient, spec: GradientSpec, loss: Loss) -> Computed:
     tensors = _tensors(answer, spec.returns)
-    if wants_loss_buffers(spec, loss):
+    if loss.has_buffers and "buffers" in spec.returns:
         tensors |= section("loss_buffers", loss.buffers())
     return Computed(
         tensors=tensors,
@@ -60,6 +57,7 @@ def computed(answer: SetGradient, spec: GradientSpec, loss: Loss) -> Computed:
             "unreached": list(answer.unreached),
         },
         seconds=answer.seconds,
+        runs=answer.ranges,
     )
 
 

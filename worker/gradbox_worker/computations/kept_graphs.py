@@ -33,6 +33,7 @@ from gradbox.protocol import (
     option_names,
 )
 from gradbox_engine import KeptPass
+from gradbox_engine.ranges import GraphsBetweenJobs, Range
 from gradbox_engine.replay.shard_record import ShardRecord
 from gradbox_worker.work import Work
 
@@ -96,12 +97,9 @@ class KeptGraphs:
             if entry.work.model != work.model or entry.work.spec.precision == work.spec.precision
         ]
 
-    def keep(
-        self, work: Work, kept: KeptPass | None, *, shards: tuple[int, int] | None = None
-    ) -> None:
-        """Keep what a forward job left, or a range of it, if anything."""
-        if kept is not None:
-            self._entries.append(_Entry(work, shards, kept))
+    def keep(self, work: Work, kept: KeptPass, *, shards: tuple[int, int] | None = None) -> None:
+        """Keep what a forward job left, or a range of it."""
+        self._entries.append(_Entry(work, shards, kept))
 
     def of(self, work: Work, *, shards: tuple[int, int] | None = None) -> KeptPass | None:
         """Return what the forward job that a job's cotangents belong to left, if it is here.
@@ -120,6 +118,19 @@ class KeptGraphs:
             if same:
                 return entry.kept
         return None
+
+    def between_jobs(self, work: Work) -> GraphsBetweenJobs:
+        """Return the graphs that wait here, as the engine asks for those of a job's ranges."""
+
+        def shards(part: Range) -> tuple[int, int] | None:
+            return None if part.is_whole else (part.start, part.stop)
+
+        return GraphsBetweenJobs(
+            of=lambda part: self.of(work, shards=shards(part)),
+            keep=lambda part, kept: self.keep(work, kept, shards=shards(part)),
+            older=self,
+            records=lambda: self.records,
+        )
 
     def free_oldest(self) -> None:
         """Free one shard's graph, if there is any."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from gradbox.protocol import MixedGradientSpec
-from gradbox_engine import mixed_gradient
+from gradbox_engine.mixed import leaves_of, split_mixed_gradient
 from gradbox_engine.requests import MixedResult
 from gradbox_worker.computations.engine_inputs import mixed_objectives
+from gradbox_worker.computations.held_jobs import held_mixed_gradient
 from gradbox_worker.computations.job import Computed, LoadedJob
 from gradbox_worker.computations.sections import section
 
@@ -14,22 +15,22 @@ def compute(job: LoadedJob, spec: MixedGradientSpec) -> Computed:
     """Return dt/dy."""
     (group,) = job.groups
     inner, outer = mixed_objectives(spec, job.tensors, device=job.device)
-    answer = mixed_gradient(
-        job.loaded.module,
-        group,
-        inner,
-        outer,
-        z=spec.z,
-        returns=tuple(spec.returns),
-        observer=job.observer,
-        checkpoints=job.checkpoints,
-        **job.calls,
-    )
-    return computed(answer)
+    parts = job.parts()
+    with held_mixed_gradient(job, spec, inner, leaves_of(inner, outer)) as held:
+        answer = split_mixed_gradient(
+            job.leading.devices(held),
+            parts,
+            group,
+            outer,
+            returns=tuple(spec.returns),
+            device=held.device,
+            observer=job.observer,
+            **job.calls,
+        )
+    return _computed(answer)
 
 
-def computed(answer: MixedResult) -> Computed:
-    """Return what stands in the result file, however many devices computed it."""
+def _computed(answer: MixedResult) -> Computed:
     dfdz = {} if answer.dfdz is None else {"dfdz": answer.dfdz}
     return Computed(
         tensors=section("grads", answer.grads) | section("dfdz", dfdz),
@@ -43,4 +44,5 @@ def computed(answer: MixedResult) -> Computed:
             "unreached": list(answer.unreached),
         },
         seconds=answer.seconds,
+        runs=answer.ranges,
     )

@@ -6,7 +6,7 @@ Sections of the file beside `grads`: `samples/…` holds what there is one of fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -19,11 +19,14 @@ from gradbox_engine.per_sample import (
     jacobian,
     per_sample_gradient,
 )
+from gradbox_engine.per_sample.request import GradientReduction, JacobianReduction, Request
+from gradbox_engine.ranges.samples import SampleRanges, SplitSamples, split_samples
 from gradbox_factors import Factored, relative_error
 from gradbox_worker.computations.dense_rows import DenseSink, Progress
 from gradbox_worker.computations.engine_inputs import TensorSource, build_function
 from gradbox_worker.computations.factors import described, stored_rows
 from gradbox_worker.computations.job import Computed, LoadedJob
+from gradbox_worker.computations.leading import ALONE
 from gradbox_worker.computations.sections import GRADS, section
 
 # The engine's budget is for pieces and, half as much, for the output gradients they are made of.
@@ -35,31 +38,116 @@ Spec = PerSampleGradientSpec | JacobianSpec
 def compute_gradient(job: LoadedJob, spec: PerSampleGradientSpec) -> Computed:
     """Return dℓ_b/dθ of every sample."""
     rows, _ = sample_groups(job.groups, spec)
-    answer = per_sample_gradient(
-        job.loaded.module,
-        rows.shards,
-        build_function(
-            spec.loss.function, job.tensors, device=job.device, widened=spec.widened
-        ).function,
-        loss_inputs=loss_inputs(spec, job.tensors),
-        reduce=spec.reduce,
-        clip=spec.clip,
-        **_shared(job, spec, squeezed=True),
-    )
-    return computed_gradient(answer, spec)
+    answer: SampleResult
+    if job.leading is not ALONE:
+        answer = _split(job, spec)
+    else:
+        answer = per_sample_gradient(
+            job.loaded.module,
+            rows.shards,
+            _loss(job, spec),
+            loss_inputs=loss_inputs(spec, job.tensors),
+            reduce=spec.reduce,
+            clip=spec.clip,
+            **_shared(job, spec),
+        )
+    values = {"samples/loss": answer.values, "samples/against_loss": answer.other_values}
+    return _computed(spec, answer, values)
 
 
 def compute_jacobian(job: LoadedJob, spec: JacobianSpec) -> Computed:
     """Return dz_by/dθ of every sample and output."""
     rows, others = sample_groups(job.groups, spec)
-    answer = jacobian(
+    answer: SampleResult
+    if job.leading is not ALONE:
+        answer = _split(job, spec)
+    else:
+        answer = jacobian(
+            job.loaded.module,
+            rows.shards,
+            reduce=spec.reduce,
+            vectors=vectors(spec, job.tensors),
+            **_shared(job, spec),
+        )
+    values = {f"outputs/{rows.name}": answer.values}
+    if others is not None:
+        values[f"outputs/{others.name}"] = answer.other_values
+    return _computed(spec, answer, values)
+
+
+def sample_ranges(job: LoadedJob, spec: Spec) -> SampleRanges:
+    """Return what any range of a job is run by on this device, the leader or another one."""
+    rows, others = sample_groups(job.groups, spec)
+    progress = Progress(job.observer)
+    return SampleRanges(
         job.loaded.module,
-        rows.shards,
-        reduce=spec.reduce,
-        vectors=vectors(spec, job.tensors),
-        **_shared(job, spec, squeezed=False),
+        [rows] if others is None else [rows, others],
+        _request(spec),
+        loss=_loss(job, spec) if isinstance(spec, PerSampleGradientSpec) else None,
+        observer=progress,
+        budget_bytes=int(job.result_memory_bytes * ENGINE_SHARE),
+        sink=_sink(job, spec, progress),
+        checkpoints=job.checkpoints.of_samples,
+        **how_called(spec, job.calls),
     )
-    return computed_jacobian(answer, spec, rows, others)
+
+
+def _split(job: LoadedJob, spec: Spec) -> SplitSamples:
+    """Compute a job in ranges, on the devices that this one leads."""
+    rows, others = sample_groups(job.groups, spec)
+    against = None
+    if spec.against is not None:
+        against = stored_rows(job.work.earlier_result, of=spec.against, device=job.device)
+    request = _request(spec, vectors=vectors(spec, job.tensors), against=against)
+    request.check(
+        GradientReduction if isinstance(spec, PerSampleGradientSpec) else JacobianReduction
+    )
+    own_parts = job.parts(rows.name, by_samples=_forms_rows(spec))
+    other_parts = () if others is None else job.parts(others.name, of_others=True)
+    devices = job.leading.sample_devices(
+        sample_ranges(job, spec), device=job.device, rounding=job.rounding
+    )
+    return split_samples(
+        devices,
+        own_parts,
+        request,
+        loss_inputs=loss_inputs(spec, job.tensors),
+        other_parts=other_parts,
+        other_loss_inputs=other_loss_inputs(spec, job.tensors),
+        observer=devices,
+    )
+
+
+def _request(spec: Spec, *, vectors: Any = None, against: Factored | None = None) -> Request:
+    """Return what a job asks for, but for what a range's task says."""
+    return Request(
+        reduce=spec.reduce,
+        form=spec.form,
+        clip=spec.clip if isinstance(spec, PerSampleGradientSpec) else None,
+        dim=spec.dim,
+        seed=spec.seed,
+        vectors=vectors,
+        against=against,
+        kind=spec.kind,
+    )
+
+
+def _forms_rows(spec: Spec) -> bool:
+    """Return whether the devices make each sample's row, which does not depend on its length."""
+    return spec.reduce == "projection" or (spec.reduce == "none" and spec.form == "dense")
+
+
+def _loss(job: LoadedJob, spec: PerSampleGradientSpec) -> Callable[..., Tensor]:
+    traced = spec.loss.function
+    return build_function(traced, job.tensors, device=job.device, widened=spec.widened).function
+
+
+def _sink(job: LoadedJob, spec: Spec, progress: Progress) -> DenseSink | None:
+    """Return where rows go that may be dense, and are then written piece by piece."""
+    if spec.form == "factored" or spec.reduce != "none":
+        return None
+    squeezed = isinstance(spec, PerSampleGradientSpec)
+    return DenseSink(job.rows, job.rounding, progress, squeezed=squeezed)
 
 
 def sample_groups(groups: Sequence[Group], spec: Spec) -> tuple[Group, Group | None]:
@@ -95,11 +183,6 @@ def vectors(spec: Spec, tensors: TensorSource) -> Any:
     return {name: tensors.tensor(ref) for name, ref in spec.vectors.items()}
 
 
-def rows_go_to_file(spec: Spec) -> bool:
-    """Return whether rows may be dense, and are then written to the result file piece by piece."""
-    return spec.form != "factored" and spec.reduce == "none"
-
-
 def how_called(spec: Spec, calls: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the engine is told of the calls of the model.
 
@@ -118,12 +201,9 @@ def _against(job: LoadedJob, spec: Spec, others: Group | None) -> Factored | Oth
     return OtherShards(others.shards, other_loss_inputs(spec, job.tensors), others.streams)
 
 
-def _shared(job: LoadedJob, spec: Spec, *, squeezed: bool) -> dict[str, Any]:
+def _shared(job: LoadedJob, spec: Spec) -> dict[str, Any]:
     progress = Progress(job.observer)
     rows, others = sample_groups(job.groups, spec)
-    sink = None
-    if rows_go_to_file(spec):
-        sink = DenseSink(job.result, job.rounding, progress, squeezed=squeezed)
     return {
         "form": spec.form,
         "dim": spec.dim,
@@ -134,26 +214,10 @@ def _shared(job: LoadedJob, spec: Spec, *, squeezed: bool) -> dict[str, Any]:
         "projection_seed": spec.seed,
         **how_called(spec, job.calls),
         "observer": progress,
-        "checkpoints": job.checkpoints,
+        "checkpoints": job.checkpoints.whole(),
         "budget_bytes": int(job.result_memory_bytes * ENGINE_SHARE),
-        "sink": sink,
+        "sink": _sink(job, spec, progress),
     }
-
-
-def computed_gradient(answer: SampleResult, spec: PerSampleGradientSpec) -> Computed:
-    """Return what stands in the result file, however many devices computed it."""
-    values = {"samples/loss": answer.values, "samples/against_loss": answer.other_values}
-    return _computed(spec, answer, values)
-
-
-def computed_jacobian(
-    answer: SampleResult, spec: JacobianSpec, rows: Group, others: Group | None
-) -> Computed:
-    """Return what stands in the result file, however many devices computed it."""
-    values = {f"outputs/{rows.name}": answer.values}
-    if others is not None:
-        values[f"outputs/{others.name}"] = answer.other_values
-    return _computed(spec, answer, values)
 
 
 def _computed(
@@ -196,4 +260,5 @@ def _computed(
             "loops": dict(answer.loops),
         },
         seconds={"samples": answer.seconds},
+        runs=answer.ranges if isinstance(answer, SplitSamples) else (),
     )

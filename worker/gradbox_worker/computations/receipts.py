@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from gradbox.protocol import PROTOCOL, Receipt, Seconds
+from gradbox_worker.computations.identity import gradbox_version
 from gradbox_worker.computations.job import Computed
 from gradbox_worker.computations.memory import PeakMemory
 from gradbox_worker.files.result_file import Written
@@ -31,7 +30,7 @@ def commit(
     peak: PeakMemory,
     load_s: float,
     resumed: int,
-    more_facts: Mapping[str, Any] | None = None,
+    led: Mapping[str, Any],
 ) -> Written:
     """Round what was computed, write the job's receipt, and put the result file in its place.
 
@@ -40,7 +39,7 @@ def commit(
         device: what the job ran on, as the receipt calls it.
         load_s: how long model and inputs took.
         resumed: how many attempts went on from a checkpoint.
-        more_facts: fields of `Receipt` beside those of `computed`.
+        led: fields of `Receipt` by the devices that the job's own one led; they go before.
 
     Raises:
         InvalidInputs: a dtype has no place in a safetensors file.
@@ -49,6 +48,7 @@ def commit(
     spec = work.spec
     tensors = rounding.rounded(computed.tensors)
     peak_bytes, before_bytes = peak.measure()
+    ran = {"device": device, "resumed": resumed, **led}
     receipt = Receipt(
         protocol=PROTOCOL,
         job=work.job_id,
@@ -59,7 +59,6 @@ def commit(
         seed=spec.seed,
         mode=spec.mode,
         precision=spec.precision,
-        device=device,
         torch=torch.__version__,
         gradbox=gradbox_version(),
         shards={group.name: len(group.shards) for group in spec.inputs},
@@ -69,45 +68,10 @@ def commit(
         peak_memory_bytes=peak_bytes,
         memory_before_bytes=before_bytes,
         attempts=work.attempt,
-        resumed=resumed,
         not_split=work.not_split or None,
         **computed.facts,
         **rounding.facts(weights_widened=weights_widened),
-        **(more_facts or {}),
+        **ran,
     )
     metadata = {"format": "pt", "gradbox": receipt.model_dump_json()}
     return result.commit(tensors, metadata=metadata | {**computed.metadata, **rounding.metadata()})
-
-
-@cache
-def gradbox_version() -> str:
-    """Return the installed version; to find it takes longer than a small job's gradient."""
-    return importlib.metadata.version("gradbox")
-
-
-def device_name(*devices: torch.device) -> str:
-    """Return what a receipt calls the devices of a model."""
-    named = ", ".join(map(str, devices))
-    return f"{named} ({kind_of(*devices)})" if devices[0].type == "cuda" else named
-
-
-def kind_of(*devices: torch.device) -> str:
-    """Return what devices of one kind have in common: a checkpoint may go on on others."""
-    kinds = [torch.cuda.get_device_name(d) if d.type == "cuda" else d.type for d in devices]
-    return kinds[0] if len(kinds) == 1 else f"{len(kinds)} × {' + '.join(dict.fromkeys(kinds))}"
-
-
-def identity_of(
-    spec_digest: str, model_version: str, devices: Sequence[torch.device]
-) -> dict[str, str]:
-    """Return what must be equal for an attempt to go on from another one's state.
-
-    Of a GPU it is the kind: the job may go on another one of them.
-    """
-    return {
-        "spec": spec_digest,
-        "model": model_version,
-        "device": kind_of(*devices),
-        "torch": torch.__version__,
-        "gradbox": gradbox_version(),
-    }

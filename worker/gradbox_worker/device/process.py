@@ -31,7 +31,7 @@ from gradbox_worker.device.entry import DeviceEntries, DeviceEntry
 from gradbox_worker.device.exits import Exit, count_oom_kills, exit_of
 from gradbox_worker.device.last_step import JobStep, LastStep, memory_file
 from gradbox_worker.device.output import BoundedLog, Output
-from gradbox_worker.device.settings import START, DeviceSettings, Start, TurnSettings
+from gradbox_worker.device.settings import DEVICE_MODULE, START, DeviceSettings, Start, TurnSettings
 from gradbox_worker.errors import DeviceNotStarted
 
 log = logging.getLogger(__name__)
@@ -243,7 +243,7 @@ class DeviceChild:
         # All that it is to do comes by its standard input; its arguments are for who reads `ps`.
         who = ["--name", start.turns.worker, "--data", str(start.settings.data)]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", start.settings.module, *who],
+            [sys.executable, "-m", DEVICE_MODULE, *who],
             stdin=parameters,
             stdout=printed,
             stderr=printed,

@@ -10,7 +10,6 @@ from typing import Final
 from pydantic import TypeAdapter
 
 DEVICE_MODULE: Final = "gradbox_worker.turns.main"
-CLUSTER_MODULE: Final = "gradbox_worker.cluster.coordinator.main"
 
 
 @dataclass(frozen=True)
@@ -28,12 +27,6 @@ class DeviceSettings:
     log: Path | None = None  # of what it prints; None: the worker's standard error
     build_timeout_s: float = 600.0  # for a model to be built and tried
     beside: bool = False  # whether another process has the device, and its models
-    cluster: Path | None = None  # where a cluster says how it is reached; None: no cluster
-
-    @property
-    def module(self) -> str:
-        """What the process runs: the device itself, or what has a cluster's devices run jobs."""
-        return DEVICE_MODULE if self.cluster is None else CLUSTER_MODULE
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,24 @@ cluster. Whoever has it run a job supervises that.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Final
 
 import torch
 
 from gradbox.protocol import DeviceMemory, ModelView
-from gradbox_service.database.connection import connect
 from gradbox_service.store import BlobStore, blob_store
 from gradbox_worker.computations.checkpoints import Pace
 from gradbox_worker.computations.execution import Execution, StopNow
+from gradbox_worker.computations.job import LoadedJob
 from gradbox_worker.computations.kept_graphs import KeptGraphs
-from gradbox_worker.computations.memory import measure_device, used_bytes
+from gradbox_worker.computations.leading import ALONE, Leading, Rows
+from gradbox_worker.computations.memory import (
+    default_result_memory_bytes,
+    measure_device,
+    used_bytes,
+)
 from gradbox_worker.computations.memory_limit import MemoryLimit
 from gradbox_worker.computations.placement import (
     choose_device,
@@ -26,8 +32,9 @@ from gradbox_worker.computations.placement import (
     hardware_name,
     memory_bytes,
 )
-from gradbox_worker.device.settings import DeviceSettings, Start
+from gradbox_worker.device.settings import DeviceSettings
 from gradbox_worker.exceptions_to_problems import Caught
+from gradbox_worker.files.blob_tensors import Blobs, BlobTensors
 from gradbox_worker.models import read_models_file
 from gradbox_worker.models.models_file import ModelEntry
 from gradbox_worker.models.registry import Registry
@@ -115,8 +122,19 @@ class WarmDevice:
         """Return what is in the device's memory between jobs."""
         return measure_device(*self.registry.devices, models=self.registry.sizes_bytes())
 
-    def run(self, work: Work, supervision: Supervision) -> Outcome:
+    def run(
+        self,
+        work: Work,
+        supervision: Supervision,
+        *,
+        leading: Leading = ALONE,
+        blobs: Blobs | None = None,
+    ) -> Outcome:
         """Run a job to its end, or until it is to stop.
+
+        Args:
+            leading: which devices run it, of which this one leads the others.
+            blobs: where its inputs are; None: in the data folder.
 
         Returns:
             What it ended in. After a failure that is `leaving` the process must end, with no tensor
@@ -126,9 +144,10 @@ class WarmDevice:
         answer = Execution(
             work=work,
             registry=self.registry,
-            blobs=self._blobs,
+            blobs=blobs or self._blobs,
             kept=self.kept,
             observer=self.watched(supervision),
+            leading=leading,
             result_memory_bytes=self.result_memory_bytes,
             limit=self.limit,
             pace=self._pace,
@@ -141,6 +160,37 @@ class WarmDevice:
         self._spoilt_by = answer  # whose error keeps tensors that must not be freed, see `Caught`
         return Failed(answer.problem, leaving=answer.spoilt)
 
+    @contextmanager
+    def helping(
+        self, work: Work, supervision: Supervision, *, rows: Rows, blobs: Blobs | None
+    ) -> Iterator[LoadedJob]:
+        """Have a job ready here that another device leads, under the limit of memory.
+
+        Args:
+            rows: where dense rows go.
+            blobs: as in `run`.
+
+        Raises:
+            GradboxError: the job's parts do not fit the model.
+        """
+        device = self.registry.device
+        self.kept.begin(work, loaded=self.registry.holds(work.model))
+        loaded = self.registry.get(work.model, work.model_version)
+        with self.limit.held(), BlobTensors(blobs or self._blobs, device=device) as tensors:
+            yield LoadedJob.of(
+                work,
+                loaded,
+                tensors,
+                device=device,
+                observer=self.watched(supervision),
+                rows=rows,
+                result_memory_bytes=(
+                    self.result_memory_bytes or default_result_memory_bytes(device)
+                ),
+                kept=self.kept,
+                pace=self._pace,
+            )
+
     def watched(self, supervision: Supervision) -> DeviceObserver:
         """Return an observer for the engine that tells progress and stops on request."""
         return DeviceObserver(supervision, gauge=self._gauge)
@@ -150,23 +200,6 @@ class WarmDevice:
         if self.kept.idle_left_s() == 0:
             self.kept.drop()
         return self.kept.idle_left_s()
-
-
-def open_device(
-    start: Start,
-    *,
-    before_building: Callable[[str], None],
-    measured: Callable[[DeviceMemory], None],
-) -> WarmDevice:
-    """Open the device of a process that was started for it; see `turns.serving.Opening`."""
-    return WarmDevice(
-        start.settings,
-        measured=measured,
-        known=start.known,
-        unusable=start.unusable,
-        before_building=before_building,
-        blobs=blob_store(start.settings.data, connection=connect(start.turns.redis_url)),
-    )
 
 
 class Gauge:

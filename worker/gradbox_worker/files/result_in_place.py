@@ -21,6 +21,7 @@ import json
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -172,7 +173,10 @@ class ResultOnDisk:
             os.fsync(self._descriptor)
         if self._kept is None:
             make_folder(place.parent)
-            os.link(self._partial, place)
+            with suppress(FileExistsError):  # another process that writes to it did
+                os.link(self._partial, place)
+            if place.stat().st_ino != os.fstat(self._descriptor).st_ino:
+                raise FileExistsError(f"{place}: expected no other file of that name")
             flush_folder(place.parent)
             self._kept = place
         return self._kept.name

@@ -53,6 +53,16 @@ class ShippedModels:
             name: self._entry_here(entry, folder, fetch) for name, entry in self.entries.items()
         }
 
+    def lacks(self, folder: Callable[[], Path]) -> list[Path]:
+        """Return the files that `here` would fetch."""
+        missing = []
+        for entry in self.entries.values():
+            named = list(self._named(entry))
+            if not all(_is(path, self.digests[path]) for path, _ in named):
+                own = folder() / entry.name
+                missing += [path for path, at in named if not _is(own / at, self.digests[path])]
+        return missing
+
     def _entry_here(
         self, entry: ModelEntry, folder: Callable[[], Path], fetch: Fetch
     ) -> ModelEntry:

@@ -7,7 +7,6 @@ to do as JSON on its standard input. It never outlives its worker, which watches
 from __future__ import annotations
 
 import ctypes
-import importlib
 import os
 import signal
 import sys
@@ -23,12 +22,8 @@ DEVICE_NAME: Final = "gradbox-device"
 PR_SET_PDEATHSIG: Final = 1  # prctl(2)
 
 
-def main(*, opening: str = "gradbox_worker.device.warm_device") -> None:
-    """Serve jobs until told to end.
-
-    Args:
-        opening: the module whose `open_device` opens what runs them.
-    """
+def main() -> None:
+    """Serve jobs until told to end."""
     log_to_stderr("device[%(process)d] ")
     orders = Orders()
     orders.listen()
@@ -37,10 +32,9 @@ def main(*, opening: str = "gradbox_worker.device.warm_device") -> None:
     _read_nothing_more()
     _set_process_name(DEVICE_NAME)
     # Only now: torch takes seconds to import, and the worker may be gone by then.
-    open_device = importlib.import_module(opening).open_device
     from gradbox_worker.turns.serving import serve
 
-    serve(start, orders, open_device)
+    serve(start, orders)
 
 
 def _end_with_parent(pid: int) -> None:

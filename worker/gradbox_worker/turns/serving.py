@@ -8,27 +8,27 @@ import logging
 import os
 import resource
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, NoReturn, Protocol, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 import redis
 
-from gradbox.protocol import DeviceMemory, ModelBuild, ModelView
+from gradbox.protocol import DeviceMemory, ModelBuild
 from gradbox_service.database.connection import connect
 from gradbox_service.database.refusals import store_refuses, unless_refused
 from gradbox_service.fleet import Fleet
 from gradbox_service.jobs import Records, Turns
-from gradbox_service.store import result_store
+from gradbox_service.store import blob_store, result_store
 from gradbox_worker.device.entry import DeviceEntries, DeviceEntry
 from gradbox_worker.device.importing import import_for_jobs
 from gradbox_worker.device.last_step import LastStep
 from gradbox_worker.device.orders import Orders
 from gradbox_worker.device.settings import Start
+from gradbox_worker.device.warm_device import WarmDevice
 from gradbox_worker.exceptions_to_problems import Caught, caught
 from gradbox_worker.turns.turn import Attempts, TurnRunner
-from gradbox_worker.work import Device
 
 log = logging.getLogger(__name__)
 
@@ -43,61 +43,22 @@ REFUSED_PAUSE_S: Final = 1.0
 GO_S: Final = 0.05
 
 
-class Served(Device, Protocol):
-    """A device with what its worker announces of it."""
-
-    @property
-    def views(self) -> Sequence[ModelView]:
-        """The models that were described when it was opened, also those that cannot be built."""
-
-    @property
-    def unusable(self) -> Mapping[str, str]:
-        """Why models cannot be built, by name."""
-
-    @property
-    def placement(self) -> str:
-        """The device as jobs name it."""
-
-    @property
-    def hardware(self) -> str:
-        """What the device calls itself."""
-
-    def memory(self) -> DeviceMemory | None:
-        """Return what is in its memory between jobs."""
-
-
-class Opening(Protocol):
-    """Opens what runs the jobs: `warm_device.open_device`, or that of a cluster."""
-
-    def __call__(
-        self,
-        start: Start,
-        *,
-        before_building: Callable[[str], None],
-        measured: Callable[[DeviceMemory], None],
-    ) -> Served:
-        """Open the device.
-
-        Args:
-            before_building: called with the name of each model that is about to be built: what ends
-                the process then, that model did.
-            measured: hears what is in its memory, while a job runs and at its end.
-        """
-
-
-def serve(start: Start, orders: Orders, open_device: Opening) -> None:
+def serve(start: Start, orders: Orders) -> None:
     """Open the device, and run jobs until told to end, or until one has spoilt the device."""
     connection = connect(start.turns.redis_url)
     notes = Notes(DeviceEntries(connection, start.turns.worker), start.mark)
     fleet = Fleet(connection)
 
-    def opened(start: Start) -> Served:
-        device = open_device(
-            start,
+    def opened(start: Start) -> WarmDevice:
+        device = WarmDevice(
+            start.settings,
+            measured=notes.measured,
+            known=start.known,
+            unusable=start.unusable,
+            blobs=blob_store(start.settings.data, connection=connection),
             before_building=lambda name: notes.note(
                 building=ModelBuild(model=name, since_s=time.time())
             ),
-            measured=notes.measured,
         )
         until_taken(partial(fleet.describe, [view for view in device.views if view.usable]))
         return device
@@ -110,10 +71,9 @@ def serve(start: Start, orders: Orders, open_device: Opening) -> None:
         notes.note_device("tried", device)
         while not orders.look:
             time.sleep(GO_S)
-        if start.settings.cluster is None:
-            start = replace(start, known=device.models, unusable=device.unusable)
-            del device
-            device = caught(partial(opened, start), doing="the device process's start")
+        start = replace(start, known=device.models, unusable=device.unusable)
+        del device
+        device = caught(partial(opened, start), doing="the device process's start")
     if isinstance(device, Caught):
         notes.note(problem=device.problem.detail)
         return
@@ -185,7 +145,7 @@ class Notes:
         self._entry = self._entry.model_copy(update=changes)
         until_taken(partial(self._entries.write, self._mark, self._entry))
 
-    def note_device(self, state: str, device: Served) -> None:
+    def note_device(self, state: str, device: WarmDevice) -> None:
         """Note the device that was opened."""
         self.note(
             state=state,
@@ -222,8 +182,6 @@ def _wait_while_refused(error: redis.RedisError) -> None:
 
 def _beside(start: Start) -> Start:
     """Return how all models are tried beside a device: one at a time, on the CPU."""
-    if start.settings.cluster is not None:  # its devices build theirs by themselves
-        return start
     alone = replace(start.settings, device="cpu", model_memory_bytes=0, beside=True)
     return replace(start, settings=alone)
 

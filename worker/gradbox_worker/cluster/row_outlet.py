@@ -1,10 +1,10 @@
 """Dense rows on their way from a device to the one result file of a job over several devices.
 
-The coordinator lays the file out, once, when the first device knows what it will write. A device on
-the coordinator's machine then writes its rows to the file itself. Another one hands them over in
-blocks, one of which waits to be taken while the next is made; the coordinator writes them.
+The leader lays the file out, once, when the first device knows what it will write. A device on the
+leader's machine then writes its rows to the file itself. Another one hands them over in blocks, one
+of which waits to be taken while the next is made; the leader writes them.
 
-The engine calls from the thread that computes, the coordinator from another one.
+The engine calls from the thread that computes, the leader from another one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from gradbox_worker.cluster.exchange.array_buffers import TensorBuffer
+from gradbox_worker.cluster.buffers import TensorBuffer
 from gradbox_worker.computations.execution import StopNow
 from gradbox_worker.files.placed_rows import Piece, PlacedRows, Placement
 
@@ -56,7 +56,7 @@ class RowOutlet:
         Args:
             kept_as: the file's second name in the folder of checkpoints, which an earlier attempt
                 may have given it.
-            while_waiting: called every 0.2 s while a call waits for the coordinator; may raise.
+            while_waiting: called every 0.2 s while a call waits for the leader; may raise.
         """
         self._while_waiting, self._kept_as = while_waiting, kept_as
         self._changed = Condition()
@@ -73,7 +73,7 @@ class RowOutlet:
         *,
         squeezed: bool,
     ) -> None:
-        """Have the coordinator lay the file out, and wait until it has.
+        """Have the leader lay the file out, and wait until it has.
 
         Raises:
             StopNow: the attempt has ended.

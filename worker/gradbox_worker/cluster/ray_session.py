@@ -26,8 +26,17 @@ class RayOnThisMachine:
     address: str
     raylet: str
 
+    def answers(self) -> bool:
+        """Return whether Ray lives on this machine."""
+        with socket.socket(socket.AF_UNIX) as asking:
+            try:
+                asking.connect(self.raylet)
+            except OSError:
+                return False
+        return True
 
-def start_here(*, namespace: str, folder: Path, num_cpus: int) -> RayOnThisMachine:
+
+def start_here(*, folder: Path, num_cpus: int) -> RayOnThisMachine:
     """Start Ray on this machine; it ends with this process.
 
     Args:
@@ -35,7 +44,6 @@ def start_here(*, namespace: str, folder: Path, num_cpus: int) -> RayOnThisMachi
     """
     return _initialised(
         address="local",
-        namespace=namespace,
         num_cpus=num_cpus,
         include_dashboard=False,
         _temp_dir=str(folder),
@@ -63,14 +71,14 @@ def check_address(address: str) -> None:
         ) from None
 
 
-def join(address: str, *, namespace: str) -> RayOnThisMachine:
+def join(address: str) -> RayOnThisMachine:
     """Join a cluster of which this machine is a node.
 
     Raises:
         DeviceNotStarted: there is none, this machine is no node of it, or the token is another.
     """
     try:
-        return _initialised(address=address, namespace=namespace)
+        return _initialised(address=address)
     except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
         raise DeviceNotStarted(
             f"expected a Ray cluster at {address} that this machine is a node of, got: {error}; "

@@ -2,11 +2,13 @@
 
 Ray keeps the bytes of an array beside its pickle, in shared memory, and hands them on without a
 copy; a torch tensor it would pickle whole. A buffer is the tensor's bytes with its dtype and shape,
-for NumPy has no bfloat16. Whatever holds tensors (a dataclass, a dict, a sequence) is walked.
+for NumPy has no bfloat16. Whatever holds tensors (a dataclass, a dict, a sequence) is walked. Rows
+that are kept as factors travel as the buffers of these, each once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Final
 
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gradbox.tensors.tensor_bytes import bytes_in_order
+from gradbox_factors import Factored, packed, unpacked
 
 # What torch warns of where it makes a tensor of memory that is shared.
 READ_ONLY: Final = "The given NumPy array is not writable"
@@ -84,3 +87,22 @@ def _walked(value: Any, kind: Any, change: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_walked(entry, kind, change) for entry in value)
     return value
+
+
+@dataclass(frozen=True)
+class FactorBuffers:
+    """Factors, each once though several terms have it, and which of them make which term."""
+
+    tensors: Mapping[str, TensorBuffer]
+    pieces: Sequence[Sequence[Mapping[str, Any]]]
+
+    @classmethod
+    def of(cls, factors: Factored) -> FactorBuffers:
+        """Return the factors' buffers, which share their memory."""
+        tensors, pieces = packed(factors.pieces)
+        return cls(as_buffers(tensors), pieces)
+
+    def factored(self, device: torch.device) -> Factored:
+        """Return the factors, which must not be written to."""
+        tensors = {name: b.tensor(copy=False).to(device) for name, b in self.tensors.items()}
+        return Factored(unpacked(tensors, self.pieces))

@@ -27,17 +27,11 @@ def start_here(token: str) -> None:
     _guarded()
 
 
-def reach(address: str, *, token: str = "") -> None:
-    """Have Ray join a cluster.
-
-    Args:
-        token: "" where the environment, or ~/.ray, has it.
-    """
+def reach(address: str) -> None:
+    """Have Ray join a cluster, whose token the environment has, or ~/.ray."""
     _before_ray_is_imported()
     if _is_loopback(address):
         _stay_here()
-    if token:
-        os.environ["RAY_AUTH_TOKEN"] = token
     _guarded()
 
 

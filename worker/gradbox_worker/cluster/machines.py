@@ -1,7 +1,8 @@
-"""The devices of a machine of the cluster, by what Ray says of it.
+"""The devices of a machine of the cluster, by what Ray says of it, and whether they are alike.
 
 They are its GPUs, one device each, or as many on its CPU as the owner asks for, each with a share
-of the cores. Where models.toml has a model that wants several GPUs, each device has so many.
+of the cores. Where models.toml has a model that wants several GPUs, each device has so many. All
+devices have the models and the software of the first one that can be used.
 """
 
 from __future__ import annotations
@@ -51,3 +52,46 @@ def devices_of(
 def _share(cores: int, num_devices: int) -> float:
     """Return each device's share of the cores: whole ones, or what there is of one."""
     return cores // num_devices or cores * CORE_STEPS // num_devices / CORE_STEPS
+
+
+class ModelVersions:
+    """The version of each model, as the first device has it that can be used; and its software."""
+
+    def __init__(self) -> None:
+        """Know of no device."""
+        self._expected: dict[str, str] = {}
+        self._software = ""
+
+    def problem(
+        self,
+        device: str,
+        models: Mapping[str, str],
+        *,
+        unusable: Mapping[str, str],
+        software: str,
+    ) -> str:
+        """Say why a device may not be used, or "".
+
+        Args:
+            models: the version of each that can be used.
+            unusable: why each other one cannot.
+            software: what the receipt states of the first device, and must be true of all.
+        """
+        self._software = self._software or software
+        if software != self._software:
+            return (
+                f"device {device} is refused: expected {self._software} as on the first device, "
+                f"got {software}; install the same on all machines"
+            )
+        if not self._expected:
+            self._expected = dict(models)
+        for model, expected in self._expected.items():
+            if models.get(model) != expected:
+                got = models.get(model) or "none"
+                got += f", for {unusable[model]}" if model in unusable else ""
+                return (
+                    f"device {device} is refused: expected model {model!r} at version {expected} "
+                    f"as on the first device, got {got}; have the same packages on all machines, "
+                    f"and what its source names"
+                )
+        return ""

@@ -1,0 +1,383 @@
+"""A device of a cluster: the warm device of `device.warm_device`, and ranges that others lead.
+
+Calls that compute run one after the other in one thread, for what a job holds between two calls
+belongs to its thread. Which calls run beside them is said in `device_actor`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import numpy
+import torch
+
+from gradbox.printable import log_to_stderr
+from gradbox.protocol import DeviceMemory, SampleSpec
+from gradbox_engine import EngineError
+from gradbox_engine.ranges.protocol import Range, RangeCotangents
+from gradbox_worker.cluster.buffers import (
+    READ_ONLY,
+    FactorBuffers,
+    as_buffers,
+    as_tensors,
+    num_bytes,
+)
+from gradbox_worker.cluster.helper_job import (
+    JobInPhases,
+    JobOfSamples,
+    SampleAnswer,
+    SharedBySamples,
+)
+from gradbox_worker.cluster.leading import Lead, leading_of
+from gradbox_worker.cluster.messages import Described, Helper, News, PhaseSpan
+from gradbox_worker.cluster.row_outlet import Handed
+from gradbox_worker.cluster.shipping import PIECE_BYTES, OwnFolder, ShippedInputs, models_here
+from gradbox_worker.computations.execution import StopNow
+from gradbox_worker.computations.identity import gradbox_version
+from gradbox_worker.device.entry import DeviceEntry
+from gradbox_worker.device.importing import import_for_jobs
+from gradbox_worker.device.settings import DeviceSettings
+from gradbox_worker.device.warm_device import WarmDevice
+from gradbox_worker.errors import JobStopped
+from gradbox_worker.exceptions_to_problems import refuses_work
+from gradbox_worker.files.blob_tensors import Blobs
+from gradbox_worker.files.placed_rows import Placement
+from gradbox_worker.hints import with_hint
+from gradbox_worker.models.shipping import ShippedModels
+from gradbox_worker.work import Failed, Outcome, Work
+
+T = TypeVar("T")
+
+# For its last answer to be sent, before a process whose device is spoilt ends.
+LEAVE_S: Final = 2.0
+OPENING_S: Final = 0.02
+
+
+class JobOnDevice:
+    """Implements `Supervision` where a job runs; who watches it is told by `news`.
+
+    Attributes:
+        lead: what leads other devices, if it does.
+    """
+
+    def __init__(self, stop_requested: Callable[[], bool]) -> None:
+        self.lead: Lead | None = None
+        self._stop_requested = stop_requested
+        self._step: tuple[str, int, int] | None = None
+        self._phases: list[PhaseSpan] = []
+
+    def stop_requested(self) -> bool:
+        """Return whether the job is to stop."""
+        return self._stop_requested()
+
+    def progress(self, phase: str, done: int, total: int) -> None:
+        """Note how far the job is."""
+        self._step = (phase, done, total)
+
+    def phase_ended(self, phase: str, *, began_s: float, ended_s: float) -> None:
+        """Note a phase."""
+        self._phases.append(PhaseSpan(phase, began_s, ended_s))
+
+    def check(self) -> None:
+        """Raise `StopNow` if the job is to stop."""
+        if self._stop_requested():
+            raise StopNow
+
+    def news(self, memory: DeviceMemory | None) -> News:
+        """Return what is new."""
+        phases, self._phases = self._phases, []
+        freed = [] if self.lead is None else self.lead.helpers.freed()
+        return News(self._step, memory, phases, freed)
+
+
+class ClusterDevice:
+    """One device of a cluster; a `DeviceActor` calls it."""
+
+    def __init__(
+        self,
+        settings: DeviceSettings,
+        name: str,
+        mark: tuple[Path, str],
+        *,
+        shipped: ShippedModels | None = None,
+        files: Mapping[Path, Any] | None = None,
+        known: Mapping[str, str] | None = None,
+        unusable: Mapping[str, str] | None = None,
+    ) -> None:
+        """Open the device and build its models.
+
+        Args:
+            settings, name, mark: see `DeviceActor`.
+            shipped: on another machine than the head's, the models.
+            files: references to the bytes of those of their files that this machine lacks.
+            known: versions of the models that this device had before its process died; they are
+                built when a job needs them.
+            unusable: why others could not be built then.
+        """
+        log_to_stderr("device[%(process)d] ")
+        logging.getLogger("gradbox_worker").setLevel(logging.INFO)
+        warnings.filterwarnings("ignore", message=READ_ONLY)
+        self._name, self._models_file = name, settings.models_file
+        self._running: JobOnDevice | None = None
+        self._memory: DeviceMemory | None = None
+        self._stopped: tuple[str, int] | None = None
+        self._abandoned = False
+        self._leaving = False
+        self._held: JobInPhases | JobOfSamples | None = None
+        self._ranges: set[int] = set()  # of the job that is open, those that were run here
+        self._open_for: tuple[str, int] | None = None
+        path, text = mark
+        sees_files = path.is_file() and path.read_text() == text
+        self._own = None if sees_files else OwnFolder()
+        if self._own is not None:
+            settings = replace(settings, data=self._own.path, checkpoint_after_s=math.inf)
+        self._device = WarmDevice(
+            settings,
+            measured=self._measured,
+            entries=None if shipped is None else models_here(shipped, files or {}),
+            known=known,
+            unusable=unusable,
+        )
+
+    def describe(self) -> Described:
+        """Return what the device is."""
+        device = self._device
+        torch_version = torch.__version__.partition("+")[0]  # for a CPU and for a GPU alike
+        return Described(
+            entry=DeviceEntry(
+                state="ready",
+                placement=device.placement,
+                hardware=device.hardware,
+                models=device.models,
+                unusable=device.unusable,
+                memory=device.memory(),
+            ),
+            views=device.views,
+            software=f"gradbox {gradbox_version()}, torch {torch_version}",
+            sees_files=self._own is None,
+            process=os.getpid(),
+        )
+
+    def import_for_jobs(self) -> None:
+        """Import what jobs need, while there is none."""
+        import_for_jobs(self._models_file)
+
+    def run(
+        self, work: Work, helpers: Sequence[Helper], inputs: ShippedInputs | None
+    ) -> tuple[Outcome, News]:
+        """Run a job, with the helpers that it has; returns its end, and what is left of the news.
+
+        Args:
+            inputs: for devices that do not see the data folder, of which this may be one.
+        """
+        self._close()
+        watched = self._running = self._watched(work)
+        work, blobs = self._here(work, inputs)
+        leading = leading_of(work, helpers, own_name=self._name, shipped=inputs)
+        watched.lead = leading if isinstance(leading, Lead) else None
+        outcome = self._device.run(work, watched, leading=leading, blobs=blobs)
+        if isinstance(outcome, Failed) and outcome.leaving:
+            self._leave_soon()
+        return outcome, self.news()
+
+    def open(self, work: Work, rows_name: str, inputs: ShippedInputs | None) -> None:
+        """Make ready for ranges of a job that another device leads."""
+        self._close()
+        self._open_for = (work.job_id, work.attempt)
+        watched = self._running = self._watched(work)
+        work, blobs = self._here(work, inputs)
+        kind = JobOfSamples if isinstance(work.spec, SampleSpec) else JobInPhases
+        self._held = self._guarded(
+            lambda: kind(self._device, work, watched, rows_name=rows_name, blobs=blobs)
+        )
+
+    def _here(self, work: Work, inputs: ShippedInputs | None) -> tuple[Work, Blobs | None]:
+        """Return a job as it is run here, and its blobs where these are not in the data folder."""
+        if self._own is None:
+            return work, None
+        assert inputs is not None
+        self._own.clear()
+        return self._own.here(work, inputs), self._own.blobs(inputs)
+
+    def read_result(self, name: str, offset: int) -> Any:
+        """Return a piece of a result file of this device's own folder; an empty one at its end."""
+        assert self._own is not None
+        with (self._own.path / "results" / name).open("rb") as file:
+            file.seek(offset)
+            return numpy.frombuffer(file.read(PIECE_BYTES), numpy.uint8)
+
+    def forward(self, part: Range, opened: None) -> tuple[Any, int]:
+        """Run the first pass of a range.
+
+        Args:
+            opened: what `open` returned: where that failed, this call ends in the same way.
+
+        Returns:
+            `RangeOutputs` of buffers, and how often it went on from a checkpoint.
+        """
+        job = self._in_phases()
+        outputs = as_buffers(self._guarded(partial(job.forward, part)))
+        self._ranges.add(part.index)
+        return outputs, job.resumed
+
+    def resume(self, part: Range, earlier: Any, opened: None) -> int:
+        """Hold a range that an earlier job put through the model; `opened` as in `forward`.
+
+        Returns:
+            How often it went on from a checkpoint.
+        """
+        given, job = as_tensors(earlier), self._in_phases()
+        self._guarded(partial(job.resume, part, given))
+        self._ranges.add(part.index)
+        return job.resumed
+
+    def replay(self, part: Range, cotangents: RangeCotangents) -> Any:
+        """Replay a range, whose sums stay here; returns its `RangeGradient` of buffers."""
+        given = as_tensors(cotangents)
+        return as_buffers(self._guarded(partial(self._in_phases(part.index).replay, part, given)))
+
+    def check(self, part: Range, norms: Any) -> int:
+        """Check the first shard of a range, and give the range up.
+
+        Returns:
+            Of how many shards graphs are kept for a later job.
+        """
+        given = as_tensors(norms)
+        return self._guarded(partial(self._in_phases(part.index).check, part, given))
+
+    def take_sums(self, index: int) -> Any:
+        """Give the sums of a range away, as buffers."""
+        return as_buffers(self._in_phases(index).take_sums(index))
+
+    def add(self, index: int, other: Any) -> int:
+        """Add sums that another device gave away to those of a range; returns their bytes."""
+        return self._guarded(partial(self._in_phases(index).add, index, other))
+
+    def count(self, part: Range, of_others: bool, opened: None) -> tuple[int, ...]:
+        """Count the samples of each shard of a range; `opened` as in `forward`."""
+        return self._guarded(partial(self._of_samples().count, part, of_others=of_others))
+
+    def smaller(self, part: Range, task: Any, shared: SharedBySamples, opened: None) -> bool:
+        """Return whether a range is to keep factors."""
+        return self._guarded(partial(self._of_samples().smaller, part, task, shared))
+
+    def run_samples(
+        self, part: Range, task: Any, shared: SharedBySamples, opened: None
+    ) -> SampleAnswer:
+        """Compute a range of samples."""
+        found = self._guarded(partial(self._of_samples().run, part, task, shared))
+        self._ranges.add(part.index)
+        return found
+
+    def factors(self, index: int) -> FactorBuffers:
+        """Return the factors of a range, which stay here too."""
+        return self._of_samples(index).factors(index)
+
+    def gram(self, left: Any, right: Any, trace: bool) -> tuple[Any, int]:
+        """Multiply the rows of ranges, of which other devices' come as buffers; and their bytes."""
+        held = self._of_samples(*(rows for rows in (left, right) if isinstance(rows, int)))
+        gram = self._guarded(partial(held.gram, left, right, trace=trace))
+        return gram, num_bytes([left, right])
+
+    def empty(self) -> None:
+        """Drop what a job holds here, but graphs for a later one."""
+        if self._leaving:
+            os._exit(0)  # with no tensor freed, see `Caught`
+        self._close()
+        self._abandoned = False
+
+    def rest(self) -> float | None:
+        """Drop graphs that have waited long enough for a job.
+
+        Returns:
+            In how many seconds to call this again; None: there are none.
+        """
+        return None if self._held is not None else self._device.rest()
+
+    def news(self) -> News:
+        """Return what is new of the job that runs here, or ran last."""
+        memory, self._memory = self._memory, None
+        return News(memory=memory) if self._running is None else self._running.news(memory)
+
+    def _measured(self, memory: DeviceMemory) -> None:
+        self._memory = memory
+
+    def _watched(self, work: Work) -> JobOnDevice:
+        job = (work.job_id, work.attempt)
+        return JobOnDevice(lambda: self._abandoned or self._stopped == job)
+
+    def take_rows(self, wait_s: float) -> list[Handed]:
+        """Return dense rows that are to be written elsewhere, after waiting for some."""
+        held = self._held
+        if isinstance(held, JobOfSamples):
+            return held.outlet.taken(wait_s=wait_s)
+        time.sleep(min(wait_s, OPENING_S))  # it is being opened, or was ended
+        return []
+
+    def place_rows(self, placement: Placement | None) -> None:
+        """Tell where dense rows are to be written; None: elsewhere."""
+        held = self._held
+        if isinstance(held, JobOfSamples):
+            held.outlet.place(placement)
+
+    def holds(self, job_id: str, attempt: int) -> bool:
+        """Return whether an attempt is open here, for ranges."""
+        return self._open_for == (job_id, attempt)
+
+    def stop(self, job_id: str, attempt: int) -> None:
+        """Have an attempt stop before its next shard."""
+        self._stopped = (job_id, attempt)
+
+    def stop_all(self) -> None:
+        """Have whatever runs stop before its next shard, up to the next `empty`."""
+        self._abandoned = True
+
+    def _in_phases(self, *ranges: int) -> JobInPhases:
+        return self._holding(JobInPhases, ranges)
+
+    def _of_samples(self, *ranges: int) -> JobOfSamples:
+        return self._holding(JobOfSamples, ranges)
+
+    def _holding(self, kind: type[T], ranges: Collection[int]) -> T:
+        """Return the open job, with these ranges: those of a process that died are not here."""
+        if not isinstance(self._held, kind) or not self._ranges.issuperset(ranges):
+            raise JobStopped("the device was made empty meanwhile")
+        return self._held
+
+    def _close(self) -> None:
+        held, self._held, self._open_for = self._held, None, None
+        self._ranges.clear()
+        if held is not None:
+            held.close()
+
+    def _guarded(self, call: Callable[[], T]) -> T:
+        """Call what computes for a job; what it raises goes to the leader."""
+        try:
+            return call()
+        except StopNow:
+            self._device.kept.drop()
+            raise JobStopped("told to stop") from None
+        except BaseException as error:
+            if isinstance(error, EngineError):  # its arguments stay here
+                error.args = (with_hint(error),)
+            if any(map(refuses_work, self._device.registry.devices)):
+                self._leave_soon()
+            else:
+                self._device.kept.drop()
+            raise
+
+    def _leave_soon(self) -> None:
+        self._leaving = True
+        leaving = threading.Timer(LEAVE_S, os._exit, args=(0,))
+        leaving.daemon = True
+        leaving.start()

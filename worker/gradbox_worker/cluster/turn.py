@@ -1,0 +1,235 @@
+"""A job on the devices that it was given: `turns.turn` has it run by them as by a single device.
+
+The first device runs the job and leads the others. Meanwhile the thread of the turn, in the head,
+does what the worker of a plain box does: it keeps the lease, publishes progress, has the job
+stopped, and kills what does not stop. Before the record says that the job has ended its devices are
+about to be free, so that a job that its client sends next finds them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from gradbox.errors import JobFailed, StorageFull
+from gradbox.protocol import CotangentsLoss, ForwardSpec, GradientSpec, Problem, names_in
+from gradbox_service.jobs import Records, Turn
+from gradbox_service.store import BlobStore
+from gradbox_worker.cluster.head import ABANDON_S, ENDING_S, Devices, Slot
+from gradbox_worker.cluster.messages import Helper, News
+from gradbox_worker.cluster.shipping import ShippedInputs, fetch_result
+from gradbox_worker.device.last_step import JobStep
+from gradbox_worker.device.orders import Orders
+from gradbox_worker.turns.supervision import AttemptWatch, Patience
+from gradbox_worker.work import Died, Failed, Finished, Outcome, Stopped, Supervision, Work
+
+log = logging.getLogger(__name__)
+
+POLL_S: Final = 0.2
+LOOK_S: Final = 0.5
+DEVICE_ENDED: Final = "the process of its device in the cluster ended"
+
+
+class NamedDevices:
+    """The devices of one turn; implements `Device`, for this turn alone."""
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        devices: Devices,
+        *,
+        records: Records,
+        blobs: BlobStore,
+        orders: Orders,
+        patience: Patience,
+    ) -> None:
+        """Begin nothing.
+
+        Args:
+            slots: which are busy with this turn from now on; the first one leads.
+            devices: where they are free again.
+            orders: what the head has asked of this turn.
+        """
+        self._leader, *self._others = slots
+        self._helping = {slot.name: slot for slot in self._others}
+        self._devices, self._records, self._blobs = devices, records, blobs
+        self._orders, self._patience = orders, patience
+        self._emptied: dict[str, Any] = {}
+        self._may_keep_graphs = False
+
+    @property
+    def models(self) -> Mapping[str, str]:
+        """The versions of the models that the first device offers."""
+        described = self._leader.described
+        return {} if described is None else described.entry.models
+
+    def rest(self) -> float | None:
+        """Do nothing: the devices are looked after by the head."""
+        return None
+
+    def run(self, work: Work, supervision: Supervision) -> Outcome:
+        """Have the first device run a job, and lead the others."""
+        loss = work.spec.loss if isinstance(work.spec, GradientSpec) else None
+        self._may_keep_graphs = isinstance(work.spec, ForwardSpec) or isinstance(
+            loss, CotangentsLoss
+        )
+        outcome: Outcome | None = None
+        try:
+            outcome = self._run(work, supervision)
+        finally:
+            self._end(at_rest=isinstance(outcome, Finished))
+        return outcome
+
+    def close(self) -> None:
+        """Have the devices run other jobs; those that do not become empty are killed in time."""
+        self._devices.free(self._leader, may_keep_graphs=self._may_keep_graphs)
+        for name, emptied in self._emptied.items():
+            slot = self._helping[name]
+            if _has_ended(emptied, within_s=0.0):
+                self._devices.free(slot, may_keep_graphs=self._may_keep_graphs)
+            else:
+                threading.Thread(target=self._abandon, args=(slot, emptied), daemon=True).start()
+
+    def _run(self, work: Work, supervision: Supervision) -> Outcome:
+        leader = self._leader
+        for name in names_in(work.spec):  # devices see the data folder, and not Redis
+            self._blobs.on_disk(name)
+        helpers = [
+            Helper(
+                slot.name,
+                slot.actor,
+                slot.sees_files,
+                writes_files=slot.sees_files and leader.sees_files and slot.node == leader.node,
+            )
+            for slot in self._others
+        ]
+        inputs = None
+        if not all(slot.sees_files for slot in (leader, *self._others)):
+            inputs = ShippedInputs.of(work, self._blobs)
+        lived = leader.actor.news.remote()  # nobody waits for it unless the device is lost
+        answer = leader.actor.run.remote(work, helpers, inputs)
+        try:
+            outcome, news = self._watched(answer, work, supervision)
+            if isinstance(outcome, Finished) and not leader.sees_files:
+                fetch_result(leader.actor, work)
+        except RayActorError:
+            if not _answered(lived):  # it had died before: no attempt is used up
+                return Stopped(leaving=True)
+            return Died(DEVICE_ENDED, fault=DEVICE_ENDED)
+        except StorageFull as error:
+            return Failed(Problem.of(error))
+        except RayTaskError as error:
+            return Failed(Problem.of(JobFailed(f"job {work.job_id}: {error.cause!r}")))
+        except RayError as error:
+            log.critical("Ray does not answer any more: %s", error)
+            os._exit(1)  # the next head counts the attempt
+        self._hear(news, supervision)
+        if isinstance(outcome, Failed) and outcome.leaving:
+            self._devices.lost(leader)
+        return outcome
+
+    def _watched(self, answer: Any, work: Work, supervision: Supervision) -> tuple[Outcome, News]:
+        """Return what the first device answers, having watched it until then.
+
+        Raises:
+            RayActorError: its process has ended.
+        """
+        held = Turn(work.job_id, work.attempt)
+        watch = AttemptWatch(self._records, held, patience=self._patience)
+        looked_s, stopping, step = time.monotonic(), False, None
+        while not ray.wait([answer], timeout=POLL_S)[0]:
+            step = self._hear(ray.get(self._leader.actor.news.remote()), supervision) or step
+            if time.monotonic() - looked_s >= LOOK_S:
+                looked_s = time.monotonic()
+                watch.look(step)
+            self._orders.look = self._orders.look or watch.stop_reason is not None
+            if supervision.stop_requested() and not stopping:
+                stopping = True
+                for slot in (self._leader, *self._others):
+                    slot.actor.stop.remote(work.job_id, work.attempt)
+            if watch.is_overdue():
+                log.warning("job %s does not stop: killing its device", work.job_id)
+                ray.kill(self._leader.actor)
+        found: tuple[Outcome, News] = ray.get(answer)
+        return found
+
+    def _hear(self, news: News, supervision: Supervision) -> JobStep | None:
+        """Hand on what the first device says, with the shards that the others have done."""
+        for span in news.phases:
+            supervision.phase_ended(span.phase, began_s=span.began_s, ended_s=span.ended_s)
+        if news.memory is not None:
+            self._leader.memory = news.memory
+        for name in news.freed:
+            self._free_early(self._helping[name])
+        if news.step is None:
+            return None
+        phase, done, total = news.step
+        for slot in self._others:
+            found = _news_of(slot.actor)
+            if found is not None and found.step is not None and found.step[0] == phase:
+                done += found.step[1]
+        step = JobStep(phase, min(done, total), total)
+        supervision.progress(*step)
+        return step
+
+    def _free_early(self, slot: Slot) -> None:
+        """Have a device run other jobs that has ended its part of this one."""
+        if slot not in self._others:
+            return
+        self._others.remove(slot)
+        self._devices.ending([slot])
+        self._emptied[slot.name] = emptied = slot.actor.empty.remote()
+        if _has_ended(emptied, within_s=ENDING_S):
+            self._devices.free(slot)
+
+    def _end(self, *, at_rest: bool) -> None:
+        """Have all devices made empty, before anybody hears that the job has ended.
+
+        Args:
+            at_rest: whether the others have nothing to be stopped.
+        """
+        self._devices.ending([self._leader, *self._others])
+        if self._others and not at_rest:  # up to `empty`, which may not overtake it
+            stopped = [slot.actor.stop_all.remote() for slot in self._others]
+            ray.wait(stopped, num_returns=len(stopped), timeout=ENDING_S)
+        for slot in self._others:
+            self._emptied[slot.name] = slot.actor.empty.remote()
+        pending = [self._emptied[slot.name] for slot in self._others]
+        if pending:
+            ray.wait(pending, num_returns=len(pending), timeout=ENDING_S)
+
+    def _abandon(self, slot: Slot, emptied: Any) -> None:
+        """Wait for a device that does not come to its next shard, and kill it in the end."""
+        if not _has_ended(emptied, within_s=ABANDON_S):
+            log.warning("device %s cannot be made empty, so it is killed", slot.name)
+            ray.kill(slot.actor)
+            _has_ended(slot.ends, within_s=ABANDON_S)
+        self._devices.free(slot, may_keep_graphs=self._may_keep_graphs)
+
+
+def _has_ended(call: Any, *, within_s: float) -> bool:
+    return bool(ray.wait([call], timeout=within_s)[0])
+
+
+def _answered(call: Any) -> bool:
+    try:
+        ray.get(call)
+    except RayActorError:
+        return False
+    return True
+
+
+def _news_of(actor: Any) -> News | None:
+    """Return what a device says that may be dead."""
+    try:
+        found: News = ray.get(actor.news.remote())
+    except RayActorError:
+        return None
+    return found
