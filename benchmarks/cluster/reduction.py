@@ -21,8 +21,8 @@ import torch
 
 from benchmarks.measure import in_fresh_process, median_of_ratios
 from gradbox_worker.cluster.buffers import as_buffers
-from gradbox_worker.cluster.ray_session import leave, start_here
 from gradbox_worker.cluster.helper_job import JobInPhases
+from gradbox_worker.cluster.ray_session import leave, start_here
 
 NUM_TENSORS: Final = 100
 TENSOR_NUMBERS: Final = 10**6  # of float32

@@ -111,7 +111,7 @@ def measure_cluster(plan: ClusterPlan) -> ClusterTimes:
     with ExitStack() as stack:
         clients = []
         for device, arguments in (
-            ("cpu,cpu", ("--cluster", "local", "--workers", "2")),
+            ("cpu,cpu", ("--cluster", "local")),
             ("cpu", ()),
         ):
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gradbox-bench-"))

@@ -46,49 +46,6 @@ class TensorBuffer:
         return torch.from_numpy(data).view(self.dtype).reshape(self.shape)
 
 
-def as_buffers(value: Any) -> Any:
-    """Return the value with a buffer for every tensor."""
-    return _walked(value, Tensor, TensorBuffer.of)
-
-
-def as_tensors(value: Any, *, copy: bool = True, device: torch.device = HOST) -> Any:
-    """Return the value with a tensor for every buffer.
-
-    Args:
-        copy: whether the tensors may be written to: the memory of buffers is shared.
-        device: where they are to be.
-    """
-    return _walked(value, TensorBuffer, lambda buffer: buffer.tensor(copy=copy).to(device))
-
-
-def num_bytes(value: Any) -> int:
-    """Return how many bytes the tensors or buffers in a value have."""
-    total = 0
-
-    def add(found: Tensor | TensorBuffer) -> Any:
-        nonlocal total
-        total += found.data.nbytes if isinstance(found, TensorBuffer) else found.nbytes
-        return found
-
-    _walked(value, (Tensor, TensorBuffer), add)
-    return total
-
-
-def _walked(value: Any, kind: Any, change: Any) -> Any:
-    if isinstance(value, kind):
-        return change(value)
-    if isinstance(value, TensorBuffer):
-        return value
-    if is_dataclass(value) and not isinstance(value, type):
-        changed = {f.name: _walked(getattr(value, f.name), kind, change) for f in fields(value)}
-        return replace(value, **changed)
-    if isinstance(value, dict):
-        return {key: _walked(entry, kind, change) for key, entry in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_walked(entry, kind, change) for entry in value)
-    return value
-
-
 @dataclass(frozen=True)
 class FactorBuffers:
     """Factors, each once though several terms have it, and which of them make which term."""
@@ -106,3 +63,61 @@ class FactorBuffers:
         """Return the factors, which must not be written to."""
         tensors = {name: b.tensor(copy=False).to(device) for name, b in self.tensors.items()}
         return Factored(unpacked(tensors, self.pieces))
+
+
+def as_buffers(value: Any) -> Any:
+    """Return the value with a buffer for every tensor, and for every factored array."""
+
+    def change(found: Tensor | Factored) -> Any:
+        return FactorBuffers.of(found) if isinstance(found, Factored) else TensorBuffer.of(found)
+
+    return _walked(value, (Tensor, Factored), change)
+
+
+def as_tensors(value: Any, *, copy: bool = True, device: torch.device = HOST) -> Any:
+    """Return the value with a tensor for every buffer, and factored arrays.
+
+    Args:
+        copy: whether the tensors may be written to: the memory of buffers is shared. Factors may
+            not in any case.
+        device: where they are to be.
+    """
+
+    def change(found: TensorBuffer | FactorBuffers) -> Any:
+        if isinstance(found, FactorBuffers):
+            return found.factored(device)
+        return found.tensor(copy=copy).to(device)
+
+    return _walked(value, (TensorBuffer, FactorBuffers), change)
+
+
+def num_bytes(value: Any) -> int:
+    """Return how many bytes the tensors or buffers in a value have."""
+    total = 0
+
+    def add(found: Any) -> Any:
+        nonlocal total
+        if isinstance(found, Factored):
+            tensors: Any = packed(found.pieces)[0]
+        else:
+            tensors = found.tensors if isinstance(found, FactorBuffers) else {"": found}
+        total += sum(x.nbytes if isinstance(x, Tensor) else x.data.nbytes for x in tensors.values())
+        return found
+
+    _walked(value, (Tensor, Factored, TensorBuffer, FactorBuffers), add)
+    return total
+
+
+def _walked(value: Any, kind: Any, change: Any) -> Any:
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, TensorBuffer | FactorBuffers):
+        return value
+    if is_dataclass(value) and not isinstance(value, type):
+        changed = {f.name: _walked(getattr(value, f.name), kind, change) for f in fields(value)}
+        return replace(value, **changed)
+    if isinstance(value, dict):
+        return {key: _walked(entry, kind, change) for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_walked(entry, kind, change) for entry in value)
+    return value

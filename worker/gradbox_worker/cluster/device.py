@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,20 +24,8 @@ import torch
 from gradbox.printable import log_to_stderr
 from gradbox.protocol import DeviceMemory, SampleSpec
 from gradbox_engine import EngineError
-from gradbox_engine.ranges.protocol import Range, RangeCotangents
-from gradbox_worker.cluster.buffers import (
-    READ_ONLY,
-    FactorBuffers,
-    as_buffers,
-    as_tensors,
-    num_bytes,
-)
-from gradbox_worker.cluster.helper_job import (
-    JobInPhases,
-    JobOfSamples,
-    SampleAnswer,
-    SharedBySamples,
-)
+from gradbox_worker.cluster.buffers import READ_ONLY, as_buffers, as_tensors
+from gradbox_worker.cluster.helper_job import JobInPhases, JobOfSamples
 from gradbox_worker.cluster.leading import Lead, leading_of
 from gradbox_worker.cluster.messages import Described, Helper, News, PhaseSpan
 from gradbox_worker.cluster.row_outlet import Handed
@@ -134,7 +122,6 @@ class ClusterDevice:
         self._abandoned = False
         self._leaving = False
         self._held: JobInPhases | JobOfSamples | None = None
-        self._ranges: set[int] = set()  # of the job that is open, those that were run here
         self._open_for: tuple[str, int] | None = None
         path, text = mark
         sees_files = path.is_file() and path.read_text() == text
@@ -216,78 +203,19 @@ class ClusterDevice:
             file.seek(offset)
             return numpy.frombuffer(file.read(PIECE_BYTES), numpy.uint8)
 
-    def forward(self, part: Range, opened: None) -> tuple[Any, int]:
-        """Run the first pass of a range.
+    def call(self, job: tuple[str, int], opened: None, method: str, *arguments: Any) -> Any:
+        """Have the job that is open here do something; tensors come and go as buffers.
 
         Args:
+            job: which one, and which attempt: by the time a call comes another may be open.
             opened: what `open` returned: where that failed, this call ends in the same way.
-
-        Returns:
-            `RangeOutputs` of buffers, and how often it went on from a checkpoint.
+            method: of a `HelperJob`.
         """
-        job = self._in_phases()
-        outputs = as_buffers(self._guarded(partial(job.forward, part)))
-        self._ranges.add(part.index)
-        return outputs, job.resumed
-
-    def resume(self, part: Range, earlier: Any, opened: None) -> int:
-        """Hold a range that an earlier job put through the model; `opened` as in `forward`.
-
-        Returns:
-            How often it went on from a checkpoint.
-        """
-        given, job = as_tensors(earlier), self._in_phases()
-        self._guarded(partial(job.resume, part, given))
-        self._ranges.add(part.index)
-        return job.resumed
-
-    def replay(self, part: Range, cotangents: RangeCotangents) -> Any:
-        """Replay a range, whose sums stay here; returns its `RangeGradient` of buffers."""
-        given = as_tensors(cotangents)
-        return as_buffers(self._guarded(partial(self._in_phases(part.index).replay, part, given)))
-
-    def check(self, part: Range, norms: Any) -> int:
-        """Check the first shard of a range, and give the range up.
-
-        Returns:
-            Of how many shards graphs are kept for a later job.
-        """
-        given = as_tensors(norms)
-        return self._guarded(partial(self._in_phases(part.index).check, part, given))
-
-    def take_sums(self, index: int) -> Any:
-        """Give the sums of a range away, as buffers."""
-        return as_buffers(self._in_phases(index).take_sums(index))
-
-    def add(self, index: int, other: Any) -> int:
-        """Add sums that another device gave away to those of a range; returns their bytes."""
-        return self._guarded(partial(self._in_phases(index).add, index, other))
-
-    def count(self, part: Range, of_others: bool, opened: None) -> tuple[int, ...]:
-        """Count the samples of each shard of a range; `opened` as in `forward`."""
-        return self._guarded(partial(self._of_samples().count, part, of_others=of_others))
-
-    def smaller(self, part: Range, task: Any, shared: SharedBySamples, opened: None) -> bool:
-        """Return whether a range is to keep factors."""
-        return self._guarded(partial(self._of_samples().smaller, part, task, shared))
-
-    def run_samples(
-        self, part: Range, task: Any, shared: SharedBySamples, opened: None
-    ) -> SampleAnswer:
-        """Compute a range of samples."""
-        found = self._guarded(partial(self._of_samples().run, part, task, shared))
-        self._ranges.add(part.index)
-        return found
-
-    def factors(self, index: int) -> FactorBuffers:
-        """Return the factors of a range, which stay here too."""
-        return self._of_samples(index).factors(index)
-
-    def gram(self, left: Any, right: Any, trace: bool) -> tuple[Any, int]:
-        """Multiply the rows of ranges, of which other devices' come as buffers; and their bytes."""
-        held = self._of_samples(*(rows for rows in (left, right) if isinstance(rows, int)))
-        gram = self._guarded(partial(held.gram, left, right, trace=trace))
-        return gram, num_bytes([left, right])
+        if self._held is None or not self.holds(*job):
+            raise JobStopped("the device is not open for this job")
+        device = self._device.registry.device
+        given = as_tensors(arguments, copy=method != "add", device=device)
+        return as_buffers(self._guarded(partial(getattr(self._held, method), *given)))
 
     def empty(self) -> None:
         """Drop what a job holds here, but graphs for a later one."""
@@ -342,21 +270,8 @@ class ClusterDevice:
         """Have whatever runs stop before its next shard, up to the next `empty`."""
         self._abandoned = True
 
-    def _in_phases(self, *ranges: int) -> JobInPhases:
-        return self._holding(JobInPhases, ranges)
-
-    def _of_samples(self, *ranges: int) -> JobOfSamples:
-        return self._holding(JobOfSamples, ranges)
-
-    def _holding(self, kind: type[T], ranges: Collection[int]) -> T:
-        """Return the open job, with these ranges: those of a process that died are not here."""
-        if not isinstance(self._held, kind) or not self._ranges.issuperset(ranges):
-            raise JobStopped("the device was made empty meanwhile")
-        return self._held
-
     def _close(self) -> None:
         held, self._held, self._open_for = self._held, None, None
-        self._ranges.clear()
         if held is not None:
             held.close()
 

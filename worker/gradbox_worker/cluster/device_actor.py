@@ -11,7 +11,7 @@ group of its own, and so do calls that hand rows over.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,52 +19,12 @@ import ray
 
 from gradbox_worker.cluster.shipping import lacking
 from gradbox_worker.device.settings import DeviceSettings
-from gradbox_worker.errors import JobStopped
 from gradbox_worker.models.shipping import ShippedModels
 
 CONTROL: Final = "control"
 ROWS: Final = "rows"
 WATCH: Final = "watch"
 GROUPS: Final = {CONTROL: 1, ROWS: 1, WATCH: 1}
-
-
-def _asks(name: str, *, group: str | None = None) -> Callable[..., Any]:
-    """Return a method that asks the device the same.
-
-    Args:
-        group: beside whose calls it runs; None: the computing ones.
-    """
-
-    def method(self: DeviceActor, *arguments: Any) -> Any:
-        return getattr(self.device, name)(*arguments)
-
-    method.__name__ = name
-    return method if group is None else ray.method(concurrency_group=group)(method)
-
-
-def _asks_for_a_job(name: str) -> Callable[..., Any]:
-    """Return a method that asks the device the same for one attempt at a job, its first argument.
-
-    A device that was made empty may have another job open by the time a call comes.
-    """
-
-    def method(self: DeviceActor, job: tuple[str, int], *arguments: Any) -> Any:
-        if not self.device.holds(*job):
-            raise JobStopped("the device is not open for this job")
-        return getattr(self.device, name)(*arguments)
-
-    method.__name__ = name
-    return method
-
-
-def _never_returns() -> Callable[..., Any]:
-    """Return a method a reference to whose answer fails when the process ends."""
-
-    def ends(self: DeviceActor) -> None:
-        threading.Event().wait()
-
-    found: Callable[..., Any] = ray.method(concurrency_group=WATCH)(ends)
-    return found
 
 
 class DeviceActor:
@@ -107,27 +67,23 @@ class DeviceActor:
         )
         return self.device.describe()
 
-    import_for_jobs = _asks("import_for_jobs")
-    run = _asks("run")
-    read_result = _asks("read_result")
-    open = _asks("open")
-    forward = _asks_for_a_job("forward")
-    resume = _asks_for_a_job("resume")
-    replay = _asks_for_a_job("replay")
-    check = _asks_for_a_job("check")
-    take_sums = _asks_for_a_job("take_sums")
-    add = _asks_for_a_job("add")
-    count = _asks_for_a_job("count")
-    smaller = _asks_for_a_job("smaller")
-    run_samples = _asks_for_a_job("run_samples")
-    factors = _asks_for_a_job("factors")
-    gram = _asks_for_a_job("gram")
-    empty = _asks("empty")
-    rest = _asks("rest")
-    take_rows = _asks("take_rows", group=ROWS)
-    place_rows = _asks("place_rows", group=ROWS)
-    news = _asks("news", group=CONTROL)
-    holds = _asks("holds", group=CONTROL)
-    stop = _asks("stop", group=CONTROL)
-    stop_all = _asks("stop_all", group=CONTROL)
-    ends = _never_returns()
+    def compute(self, method: str, *arguments: Any) -> Any:
+        """Have the device do something, after what it was asked to compute before."""
+        return getattr(self.device, method)(*arguments)
+
+    def _control(self, method: str, *arguments: Any) -> Any:
+        """Have it do something at once, beside what it computes."""
+        return getattr(self.device, method)(*arguments)
+
+    def _rows(self, method: str, *arguments: Any) -> Any:
+        """Have it hand dense rows over, beside what it computes."""
+        return getattr(self.device, method)(*arguments)
+
+    def _ends(self) -> None:
+        """Never return: a reference to the answer fails when the process ends."""
+        threading.Event().wait()
+
+    # Ray's decorator has no types.
+    control: Any = ray.method(concurrency_group=CONTROL)(_control)
+    rows: Any = ray.method(concurrency_group=ROWS)(_rows)
+    ends: Any = ray.method(concurrency_group=WATCH)(_ends)

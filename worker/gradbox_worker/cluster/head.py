@@ -354,7 +354,7 @@ class Devices:
         self._fleet.describe([view for view in described.views if view.usable])
         slot.announcer.offer(entry)
         slot.announcer.note_reload(self._reloads)
-        slot.actor.import_for_jobs.remote()  # while there is none
+        slot.actor.compute.remote("import_for_jobs")  # while there is none
         log.info(
             "device %s is ready (%s) in process %d", slot.name, entry.hardware, described.process
         )
@@ -379,7 +379,7 @@ class Devices:
                 left_s = ray.get(slot.graphs)
             except RayError:
                 left_s = None
-            slot.graphs = None if left_s is None else slot.actor.rest.remote()
+            slot.graphs = None if left_s is None else slot.actor.compute.remote("rest")
 
     # --- which devices run a job -----------------------------------------------------------------
 
@@ -446,7 +446,7 @@ class Devices:
             if not slot.stale and not slot.is_dead():
                 slot.state, slot.idle_since = "idle", time.monotonic()
                 if may_keep_graphs:
-                    slot.graphs = slot.actor.rest.remote()
+                    slot.graphs = slot.actor.compute.remote("rest")
                 self.changed.notify_all()
                 return
         self.lost(slot)

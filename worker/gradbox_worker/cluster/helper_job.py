@@ -1,15 +1,16 @@
 """A job that another device leads, as it is open on this one, from one call to the next.
 
 `JobInPhases` holds the model ready and the sums so far; `JobOfSamples` runs ranges each of which is
-for itself. What they take and give is tensors; `device` has them as buffers.
+for itself. The leader calls their methods by name, see `ClusterDevice.call`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
+
+from torch import Tensor
 
 from gradbox.protocol import JacobianSpec, PerSampleGradientSpec
 from gradbox_engine import EngineError
@@ -27,13 +28,7 @@ from gradbox_engine.ranges import (
 from gradbox_engine.ranges.samples import SampleTask
 from gradbox_engine.ranges.samples.sample_ranges import gram_of
 from gradbox_factors import Factored
-from gradbox_worker.cluster.buffers import (
-    FactorBuffers,
-    TensorBuffer,
-    as_buffers,
-    as_tensors,
-    num_bytes,
-)
+from gradbox_worker.cluster.buffers import num_bytes
 from gradbox_worker.cluster.row_outlet import RowOutlet
 from gradbox_worker.computations.held_jobs import held
 from gradbox_worker.computations.per_sample import sample_ranges
@@ -47,16 +42,15 @@ from gradbox_worker.work import Supervision, Work
 class SharedBySamples:
     """What all ranges of a job are given: rows to multiply with, and tangents by parameter."""
 
-    against: FactorBuffers | None = None
+    against: Factored | None = None
     vectors: Any = None
 
 
 @dataclass(frozen=True)
 class SampleAnswer:
-    """What a range gave, as buffers; factors that stay on the device are not in it."""
+    """What a range gave; factors that stay on the device are not in it."""
 
     result: SampleResult
-    factors: FactorBuffers | None
     rounded: Measured
     resumed: int  # how often the range went on from a checkpoint
 
@@ -123,19 +117,20 @@ class HelperJob:
 
 
 class JobInPhases(HelperJob):
-    """A job of a first pass and a replay, or of a first pass alone."""
+    """A job of a first pass and a replay, or of a first pass alone; see `HeldJob`."""
 
     def _begin(self) -> None:
         self._sums: dict[int, NamedSums] = {}
         self._held = self._open.enter_context(held(self._job))
 
-    def forward(self, part: Range) -> RangeOutputs:
-        """Run the first pass of a range; see `HeldJob`."""
-        return self._held.forward(part)
+    def forward(self, part: Range) -> tuple[RangeOutputs, int]:
+        """Run the first pass of a range; returns also how often it went on from a checkpoint."""
+        return self._held.forward(part), self.resumed
 
-    def resume(self, part: Range, earlier: EarlierOutputs) -> None:
-        """Hold a range whose outputs an earlier job returned; see `HeldJob`."""
+    def resume(self, part: Range, earlier: EarlierOutputs) -> int:
+        """Hold a range whose outputs an earlier job returned; returns the same."""
         self._held.resume(part, earlier)
+        return self.resumed
 
     def replay(self, part: Range, cotangents: RangeCotangents) -> RangeGradient:
         """Replay a range; its sums stay here, and the answer has the range's index for them."""
@@ -145,28 +140,23 @@ class JobInPhases(HelperJob):
         return replace(found, sums=part.index)
 
     def check(self, part: Range, norms: dict[str, NormStatistics]) -> int:
-        """Check the range's first shard, and keep its graphs; see `HeldJob`."""
+        """Check the range's first shard, and keep its graphs."""
         return self._held.check(part, norms)
 
     def take_sums(self, index: int) -> NamedSums:
         """Give the sums of a range away."""
         return self._sums.pop(index)
 
-    def add(self, index: int, other: Mapping[str, TensorBuffer]) -> int:
-        """Add the sums of other ranges to those of a range; returns their number of bytes."""
+    def add(self, index: int, other: NamedSums) -> int:
+        """Add the sums of other ranges, not to be written to, to a range's; returns their bytes."""
         mine = self._sums[index]
-        right = {
-            name: b.tensor(copy=False).to(mine[name].device)
-            if name in mine
-            else b.tensor(copy=True)
-            for name, b in other.items()
-        }
+        right = {name: x if name in mine else x.clone() for name, x in other.items()}
         self._sums[index] = added(mine, right)
-        return num_bytes(dict(other))
+        return num_bytes(other)
 
 
 class JobOfSamples(HelperJob):
-    """A per-sample job."""
+    """A per-sample job; see `SampleRanges`."""
 
     def _begin(self) -> None:
         spec = self._job.work.spec
@@ -174,51 +164,36 @@ class JobOfSamples(HelperJob):
         self._ranges = sample_ranges(self._job, spec)
         self._rows: dict[int, Factored] = {}
 
-    def count(self, part: Range, *, of_others: bool) -> tuple[int, ...]:
+    def count(self, part: Range, of_others: bool) -> tuple[int, ...]:
         """Return how many samples each shard of a range has."""
         return self._ranges.count(part, of_others=of_others)
 
     def smaller(self, part: Range, task: SampleTask, shared: SharedBySamples) -> bool:
-        """Return whether `form="auto"` keeps factors; see `SampleRanges`."""
-        return self._ranges.smaller(part, self._here(task, shared))
+        """Return whether `form="auto"` keeps factors."""
+        return self._ranges.smaller(part, _with(task, shared))
 
     def run(self, part: Range, task: SampleTask, shared: SharedBySamples) -> SampleAnswer:
         """Compute a range; its rows stay here where the task says so."""
         try:
-            found = self._ranges.run(part, self._here(task, shared))
+            found = self._ranges.run(part, _with(task, shared))
         finally:
             self.outlet.end_wait()
         if isinstance(found.rows, Factored):
             self._rows[part.index] = found.rows
-        factors = found.result.factors
-        return SampleAnswer(
-            as_buffers(replace(found.result, factors=None)),
-            None if factors is None else FactorBuffers.of(factors),
-            self._job.rounding.measured(),
-            self.resumed,
-        )
+        return SampleAnswer(found.result, self._job.rounding.measured(), self.resumed)
 
-    def factors(self, index: int) -> FactorBuffers:
+    def factors(self, index: int) -> Factored:
         """Return the rows of a range, which stay here too."""
-        return FactorBuffers.of(self._rows[index])
+        return self._rows[index]
 
     def gram(
-        self, left: int | FactorBuffers, right: int | FactorBuffers | None, *, trace: bool
-    ) -> TensorBuffer:
-        """Return the Gram of two ranges' rows, one of which at least is held here."""
-        return TensorBuffer.of(gram_of(self._factored(left), self._factored(right), trace=trace))
+        self, left: int | Factored, right: int | Factored | None, trace: bool
+    ) -> tuple[Tensor, int]:
+        """Return the Gram of two ranges' rows, and the bytes of those that are not held here."""
+        sides = [self._rows[rows] if isinstance(rows, int) else rows for rows in (left, right)]
+        return gram_of(sides[0], sides[1], trace=trace), num_bytes([left, right])
 
-    def _factored(self, rows: int | FactorBuffers | None) -> Factored | None:
-        if isinstance(rows, FactorBuffers):
-            return rows.factored(self._job.device)
-        return None if rows is None else self._rows[rows]
 
-    def _here(self, task: SampleTask, shared: SharedBySamples) -> SampleTask:
-        """Return a task with its tensors on this device."""
-        device = self._job.device
-        here: SampleTask = as_tensors(task, device=device)
-        vectors = here.vectors
-        if shared.vectors is not None:
-            vectors = as_tensors(shared.vectors, device=device)
-        against = None if shared.against is None else shared.against.factored(device)
-        return replace(here, vectors=vectors, against=against)
+def _with(task: SampleTask, shared: SharedBySamples) -> SampleTask:
+    vectors = task.vectors if shared.vectors is None else shared.vectors
+    return replace(task, vectors=vectors, against=shared.against)

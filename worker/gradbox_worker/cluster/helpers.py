@@ -25,6 +25,7 @@ from gradbox_engine import Observer
 from gradbox_engine.errors import DeviceLost
 from gradbox_engine.ranges import Range
 from gradbox_engine.requests import Phase
+from gradbox_worker.cluster.buffers import HOST, as_buffers, as_tensors, num_bytes
 from gradbox_worker.cluster.messages import Helper
 from gradbox_worker.cluster.shipping import ShippedInputs
 from gradbox_worker.errors import JobStopped
@@ -38,7 +39,7 @@ class OpenHelper:
 
     Attributes:
         held: the ranges that it has anything of.
-        opened: a reference to the end of its opening; a call that is given it fails as that does.
+        opened: a reference to the end of its opening.
     """
 
     def __init__(self, helper: Helper, opened: Any, *, job: tuple[str, int]) -> None:
@@ -48,14 +49,16 @@ class OpenHelper:
         self.opened = opened
         self._job = job
 
-    def ask(self, name: str, *arguments: Any) -> Any:
-        """Have the device do something for the job; returns a reference to its answer."""
-        return getattr(self.actor, name).remote(self._job, *arguments)
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """Have the job there do something, see `HelperJob`; returns a reference to its answer."""
+        return self.actor.compute.remote(
+            "call", self._job, self.opened, method, *as_buffers(arguments)
+        )
 
     def holds_the_job(self) -> bool:
         """Return whether the device lives, and has the job open."""
         try:
-            holds: bool = ray.get(self.actor.holds.remote(*self._job))
+            holds: bool = ray.get(self.actor.control.remote("holds", *self._job))
         except RayActorError:
             return False
         return holds
@@ -67,6 +70,7 @@ class Helpers:
     Attributes:
         alive: those that it has, as far as it knows.
         moved: bytes that crossed processes so far, by kind.
+        device: the leader's, to which answers come.
         resumed: how often a range went on from a checkpoint on one of them, at most.
     """
 
@@ -79,6 +83,7 @@ class Helpers:
         self._work, self._helpers, self._own_name = work, helpers, own_name
         self.alive: list[OpenHelper] = []
         self.moved: Counter[str] = Counter()
+        self.device = HOST
         self.resumed = 0
         self._of: dict[int, OpenHelper | None] = {}
         self._ran: dict[int, str] = {}
@@ -103,14 +108,14 @@ class Helpers:
             homes: by range, the device that it goes to if that is there.
         """
         job = (self._work.job_id, self._work.attempt)
-        calls = [(helper, helper.actor.news.remote()) for helper in self._helpers]
+        calls = [(helper, helper.actor.control.remote("news")) for helper in self._helpers]
         living = [helper for helper, call in calls if _answered(call)]
         self._of, self._ran, self._homes = {}, {}, homes
         self.alive = []
         self._threads = ThreadPoolExecutor(max(1, len(living)), thread_name_prefix="answers")
         for helper in living:
             inputs = None if helper.sees_files else shipped
-            opened = helper.actor.open.remote(self._work, rows_name, inputs)
+            opened = helper.actor.compute.remote("open", self._work, rows_name, inputs)
             self.alive.append(OpenHelper(helper, opened, job=job))
             if inputs is not None:
                 self.count("inputs", inputs.num_bytes)
@@ -154,6 +159,22 @@ class Helpers:
         """The name of the device that ran each range last, in their order."""
         return [self._ran[index] for index in sorted(self._ran)]
 
+    def call(
+        self,
+        helper: OpenHelper,
+        method: str,
+        *arguments: Any,
+        sent: str = "",
+        then: Callable[[Any], Any] = lambda found: found,
+    ) -> Future[Any]:
+        """Have a helper's job do something, and return what its answer becomes.
+
+        Args:
+            sent: as what the tensors among the arguments are counted.
+        """
+        self.count(sent or "inputs", num_bytes(arguments))
+        return self.future(helper.ask(method, *arguments), then, helpers=(helper,))
+
     def future(
         self,
         reference: Any,
@@ -165,6 +186,7 @@ class Helpers:
         """Return what an answer becomes, in a thread; `DeviceLost` where one of the helpers died.
 
         Args:
+            then: is given the answer, with tensors on the leader's device.
             meanwhile: called first, in the thread that waits; may use the helpers, too.
         """
 
@@ -174,7 +196,7 @@ class Helpers:
                 found = ray.get(reference)
             except RayError as error:
                 raise self._failure(error, helpers) from None
-            return then(found)
+            return then(as_tensors(found, device=self.device))
 
         return self._threads.submit(run)
 

@@ -54,7 +54,7 @@ from gradbox_engine.ranges import (
 from gradbox_engine.ranges.samples import SampleRanges, SampleRun
 from gradbox_engine.requests import Phase, Precision
 from gradbox_service.store.files import files_of
-from gradbox_worker.cluster.buffers import as_buffers, as_tensors, num_bytes
+from gradbox_worker.cluster.buffers import num_bytes
 from gradbox_worker.cluster.helpers import Helpers, LedProgress, OpenHelper
 from gradbox_worker.cluster.leading_samples import LedSampleDevices, SharedRows, rows_name
 from gradbox_worker.cluster.messages import Helper
@@ -192,24 +192,27 @@ class LedDevices:
 
     def __init__(self, helpers: Helpers, held: HeldJob, progress: LedProgress) -> None:
         self._helpers, self._progress = helpers, progress
-        self._own, self._device = OneDevice(held), held.device
+        self._own, helpers.device = OneDevice(held), held.device
 
     def take(self, part: Range) -> RangeDevice:
         """Return a device for a range: its own at first, then another one."""
         helper = self._helpers.take(part)
         if helper is None:
             return self._own
-        return RangeOnHelper(helper, self._helpers, device=self._device)
+        return RangeOnHelper(helper, self._helpers)
 
     def added(self, left: Sums, right: Sums) -> Future[Sums]:
         """Add the right sums to the left ones, where those are; here if either is here."""
-        if isinstance(left, HeldSums) and isinstance(right, HeldSums):
-            return self._added_there(left, right)
-        if isinstance(left, HeldSums):
-            return self._taken(left, lambda taken: added(taken, _named(right)))
-        if isinstance(right, HeldSums):
-            return self._taken(right, lambda taken: added(_named(left), taken))
-        return self._own.added(left, right)
+        there = [sums for sums in (left, right) if isinstance(sums, HeldSums)]
+        if not there:
+            return self._own.added(left, right)
+        if len(there) == 2:
+            return self._added_there(*there)
+
+        def then(taken: NamedSums) -> NamedSums:
+            return added(*(taken if sums is there[0] else _named(sums) for sums in (left, right)))
+
+        return self._taken(there[0], then)
 
     def fetched(self, sums: Sums) -> Future[NamedSums]:
         """Bring sums here."""
@@ -239,14 +242,13 @@ class LedDevices:
     ) -> Future[Any]:
         """Take sums from their helper, and do something with them in the thread that waited."""
 
-        def here(buffers: Any) -> NamedSums:
-            self._helpers.count("sums", num_bytes(buffers))
+        def here(taken: NamedSums) -> NamedSums:
+            self._helpers.count("sums", num_bytes(taken))
             sums.helper.held.discard(sums.index)
             self._helpers.free_if_empty(sums.helper)
-            return then(as_tensors(buffers, device=self._device))
+            return then(taken)
 
-        answer = sums.helper.ask("take_sums", sums.index)
-        return self._helpers.future(answer, here, helpers=(sums.helper,))
+        return self._helpers.call(sums.helper, "take_sums", sums.index, then=here)
 
 
 def _named(sums: Sums) -> NamedSums:
@@ -257,48 +259,42 @@ def _named(sums: Sums) -> NamedSums:
 class RangeOnHelper:
     """One helper, for the calls on one range."""
 
-    def __init__(self, helper: OpenHelper, helpers: Helpers, *, device: torch.device) -> None:
-        self._helper, self._helpers, self._device = helper, helpers, device
+    def __init__(self, helper: OpenHelper, helpers: Helpers) -> None:
+        self._helper, self._helpers = helper, helpers
 
     def forward(self, part: Range) -> Future[RangeOutputs]:
         """Run the first pass of a range."""
         self._helper.held.add(part.index)
 
-        def then(found: tuple[Any, int]) -> RangeOutputs:
-            buffers, resumed = found
+        def then(found: tuple[RangeOutputs, int]) -> RangeOutputs:
+            outputs, resumed = found
             self._helpers.note_resumed(resumed)
-            self._helpers.count("outputs", num_bytes(buffers.outputs))
-            outputs: RangeOutputs = as_tensors(buffers, device=self._device)
+            self._helpers.count("outputs", num_bytes(outputs.outputs))
             return outputs
 
-        return self._future(self._helper.ask("forward", part, self._helper.opened), then)
+        return self._helpers.call(self._helper, "forward", part, then=then)
 
     def resume(self, part: Range, earlier: EarlierOutputs) -> Future[None]:
         """Hold a range that an earlier job put through the model."""
         self._helper.held.add(part.index)
-        buffers = as_buffers(earlier)
-        self._helpers.count("outputs", num_bytes(buffers))
-        answer = self._helper.ask("resume", part, buffers, self._helper.opened)
-        return self._future(answer, self._helpers.note_resumed)
+        return self._helpers.call(
+            self._helper, "resume", part, earlier, sent="outputs", then=self._helpers.note_resumed
+        )
 
     def replay(self, part: Range, cotangents: RangeCotangents) -> Future[RangeGradient]:
         """Replay a range; its sums stay there."""
 
-        def then(buffers: Any) -> RangeGradient:
-            self._helpers.count("input_grads", num_bytes(buffers.input_grads))
-            found: RangeGradient = as_tensors(buffers, device=self._device)
+        def then(found: RangeGradient) -> RangeGradient:
+            self._helpers.count("input_grads", num_bytes(found.input_grads))
             return replace(found, sums=HeldSums(self._helper, part.index))
 
-        buffers = as_buffers(cotangents)
-        self._helpers.count("cotangents", num_bytes(buffers))
-        return self._future(self._helper.ask("replay", part, buffers), then)
+        return self._helpers.call(
+            self._helper, "replay", part, cotangents, sent="cotangents", then=then
+        )
 
     def check(self, part: Range, norms: dict[str, NormStatistics]) -> Future[int]:
         """Check the range's first shard, and give the range up."""
-        return self._future(self._helper.ask("check", part, as_buffers(norms)))
-
-    def _future(self, answer: Any, then: Callable[[Any], Any] = lambda found: found) -> Future[Any]:
-        return self._helpers.future(answer, then, helpers=(self._helper,))
+        return self._helpers.call(self._helper, "check", part, norms, sent="cotangents")
 
 
 @dataclass(frozen=True)
@@ -379,21 +375,14 @@ def _shares(sizes: Sequence[int]) -> list[float]:
 
 
 def _view(run: Run, device: str) -> RangeView:
+    shared = {"start": run.start, "stop": run.stop, "devices_lost": run.devices_lost}
     if isinstance(run, SampleRun):
-        return RangeView(
-            start=run.start,
-            stop=run.stop,
-            device=device,
-            samples_s=run.seconds,
-            devices_lost=run.devices_lost,
-        )
+        return RangeView(device=device, samples_s=run.seconds, **shared)
     return RangeView(
-        start=run.start,
-        stop=run.stop,
         device=device,
         forward_s=run.forward_s,
         replay_s=run.replay_s,
         shards_retained=run.retained,
-        devices_lost=run.devices_lost,
         rerun_difference=run.rerun_difference,
+        **shared,
     )

@@ -12,7 +12,7 @@ What crosses processes, as NumPy buffers in the object store:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,13 +38,7 @@ from gradbox_engine.ranges.samples.split_samples import SUMMED
 from gradbox_engine.requests import Phase
 from gradbox_factors import Factored
 from gradbox_service.store.files import files_of
-from gradbox_worker.cluster.buffers import (
-    FactorBuffers,
-    TensorBuffer,
-    as_buffers,
-    as_tensors,
-    num_bytes,
-)
+from gradbox_worker.cluster.buffers import as_buffers, num_bytes
 from gradbox_worker.cluster.helper_job import SampleAnswer, SharedBySamples
 from gradbox_worker.cluster.helpers import Helpers, LedProgress, OpenHelper
 from gradbox_worker.cluster.row_outlet import Handed, RowLayout
@@ -131,7 +125,7 @@ class LedSampleDevices:
         rows: SharedRows,
         progress: LedProgress,
     ) -> None:
-        self.helpers, self.device = helpers, device
+        self.helpers, helpers.device = helpers, device
         self._own, self._rows, self._progress = own, rows, progress
         self._own_rows: dict[int, Factored] = {}
         self._rounding = rounding
@@ -178,48 +172,38 @@ class LedSampleDevices:
         """Multiply the rows of two ranges, on the device of either, so that all do as much."""
         assert isinstance(left, HeldRows)
         assert right is None or isinstance(right, HeldRows)
-        at_left = right is None or (left.index + right.index) % 2 == 0
-        where = left if at_left else right
-        assert where is not None
-        others = [rows for rows in (left, right) if rows is not None and rows.helper is not None]
-        helpers = [rows.helper for rows in others if rows.helper is not None]
+        where = left if right is None or (left.index + right.index) % 2 == 0 else right
+        there = [r for r in (left, right) if r is not None and r.helper is not None]
+        helpers = [r.helper for r in there if r.helper is not None]
         if not helpers:
             return at_once(partial(gram_of, self._mine(left), self._mine(right), trace=trace))
         if where.helper is None:  # the other one's factors are fetched
-            return self._gram_here(left, right, trace=trace, helpers=helpers)
 
-        def then(found: tuple[TensorBuffer, int]) -> Tensor:
-            buffer, moved_bytes = found
+            def here(found: Factored) -> Tensor:
+                self.helpers.count("factors", num_bytes(found))
+                sides = [found if rows is there[0] else self._mine(rows) for rows in (left, right)]
+                return gram_of(sides[0], sides[1], trace=trace)
+
+            return self.helpers.future(self._sent(there[0]), here, helpers=helpers)
+
+        def then(found: tuple[Tensor, int]) -> Tensor:
+            gram, moved_bytes = found
             self.helpers.count("factors", moved_bytes)
-            self.helpers.count("values", num_bytes(buffer))
-            return buffer.tensor(copy=False).to(self.device)
+            self.helpers.count("values", num_bytes(gram))
+            return gram
 
         sides = [
-            rows.index if rows is where else None if rows is None else self._sent(rows)
-            for rows in (left, right)
+            r if r is None else r.index if r is where else self._sent(r) for r in (left, right)
         ]
         return self.helpers.future(where.helper.ask("gram", *sides, trace), then, helpers=helpers)
-
-    def _gram_here(
-        self, left: HeldRows, right: HeldRows | None, *, trace: bool, helpers: list[OpenHelper]
-    ) -> Future[Tensor]:
-        (there,) = (rows for rows in (left, right) if rows is not None and rows.helper is not None)
-
-        def then(factors: FactorBuffers) -> Tensor:
-            self.helpers.count("factors", num_bytes(factors))
-            found = factors.factored(self.device)
-            sides = [found if rows is there else self._mine(rows) for rows in (left, right)]
-            return gram_of(sides[0], sides[1], trace=trace)
-
-        return self.helpers.future(self._sent(there), then, helpers=helpers)
 
     def _mine(self, rows: HeldRows | None) -> Factored | None:
         return None if rows is None else self._own_rows[rows.index]
 
     def _sent(self, rows: HeldRows) -> Any:
-        """Return a range's factors for another device: a reference, or buffers of this one's."""
+        """Return a range's factors for another device, or a reference to those of another one."""
         if rows.helper is None:
-            return FactorBuffers.of(self._own_rows[rows.index])
+            return self._own_rows[rows.index]
         if rows not in self._factors:
             self._factors[rows] = rows.helper.ask("factors", rows.index)
         return self._factors[rows]
@@ -235,8 +219,7 @@ class LedSampleDevices:
         vectors = task.vectors if isinstance(task.vectors, dict) else None
         key = id(task.against), id(vectors)
         if key not in self._shared:
-            against = None if task.against is None else FactorBuffers.of(task.against)
-            shared = SharedBySamples(against, as_buffers(vectors))
+            shared = as_buffers(SharedBySamples(task.against, vectors))
             self.helpers.count("inputs", num_bytes(shared))
             self._shared[key] = ray.put(shared)
         return self._shared[key]
@@ -249,7 +232,7 @@ class LedSampleDevices:
         """
         while True:
             ended = bool(ray.wait([answer], timeout=0)[0])
-            handed = ray.get(helper.actor.take_rows.remote(0.0 if ended else WAIT_S))
+            handed = ray.get(helper.actor.rows.remote("take_rows", 0.0 if ended else WAIT_S))
             for one in handed:
                 self._write(one, helper)
             if ended and not handed:
@@ -259,13 +242,9 @@ class LedSampleDevices:
         """Return what a range gave, here."""
         self._measured.append(answer.rounded)
         self.helpers.note_resumed(answer.resumed)
-        result = as_tensors(answer.result, copy=task.reduce in SUMMED, device=self.device)
-        factors = answer.factors
-        if factors is not None:
-            self.helpers.count("factors", num_bytes(factors))
-            result = replace(result, factors=factors.factored(self.device))
-        summed = task.reduce in SUMMED
-        self.helpers.count("sums" if summed else "values", num_bytes(result.arrays))
+        result, kind = answer.result, "sums" if task.reduce in SUMMED else "values"
+        self.helpers.count("factors", num_bytes(result.factors))
+        self.helpers.count(kind, num_bytes(result.arrays))
         self.helpers.count(
             "values", num_bytes([result.parameter_norms, result.values, result.other_values])
         )
@@ -275,7 +254,7 @@ class LedSampleDevices:
         if isinstance(handed, RowLayout):
             self._rows.lay_out(handed.shapes, handed.dtypes, squeezed=handed.squeezed)
             placement = self._rows.placement() if helper.writes_files else None
-            ray.get(helper.actor.place_rows.remote(placement))
+            ray.get(helper.actor.rows.remote("place_rows", placement))
             return
         self.helpers.count("rows", num_bytes(handed))
         self._rows.write(handed.name, handed.at, handed.piece.tensor(copy=False))
@@ -289,17 +268,19 @@ class SamplesOnHelper:
 
     def count(self, part: Range, *, of_others: bool) -> Future[tuple[int, ...]]:
         """Count the samples of each shard of a range."""
-        return self._future(self._helper.ask("count", part, of_others, self._helper.opened))
+        return self._devices.helpers.call(self._helper, "count", part, of_others)
 
     def smaller(self, part: Range, task: SampleTask) -> Future[bool]:
         """Return whether `form="auto"` keeps factors."""
-        return self._future(self._call("smaller", part, task))
+        return self._devices.helpers.future(
+            self._asked("smaller", part, task), helpers=(self._helper,)
+        )
 
     def run(self, part: Range, task: SampleTask) -> Future[RangeSamples]:
         """Compute a range."""
         helper, devices = self._helper, self._devices
         helper.held.add(part.index)
-        answer = self._call("run_samples", part, task)
+        answer = self._asked("run", part, task)
         rows = None
         if task.keep_rows:
             rows = HeldRows(helper, part.index)
@@ -311,21 +292,16 @@ class SamplesOnHelper:
                 devices.helpers.free_if_empty(helper)
             return devices.joined(found, task, rows)
 
-        return self._future(answer, then, meanwhile=partial(devices.take_rows, helper, answer))
+        return devices.helpers.future(
+            answer,
+            then,
+            helpers=(helper,),
+            meanwhile=partial(devices.take_rows, helper, answer),
+        )
 
-    def _call(self, name: str, part: Range, task: SampleTask) -> Any:
-        shared = self._devices.shared(task)
+    def _asked(self, method: str, part: Range, task: SampleTask) -> Any:
+        """Return a reference to what the helper makes of a task, whose rows it is sent."""
         vectors = None if isinstance(task.vectors, dict) else task.vectors
-        sent = as_buffers(replace(task, against=None, vectors=vectors))
+        sent = replace(task, against=None, vectors=vectors)
         self._devices.helpers.count("inputs", num_bytes(sent))
-        return self._helper.ask(name, part, sent, shared, self._helper.opened)
-
-    def _future(
-        self,
-        answer: Any,
-        then: Callable[[Any], Any] = lambda found: found,
-        *,
-        meanwhile: Callable[[], object] = lambda: None,
-    ) -> Future[Any]:
-        helpers = (self._helper,)
-        return self._devices.helpers.future(answer, then, helpers=helpers, meanwhile=meanwhile)
+        return self._helper.ask(method, part, sent, self._devices.shared(task))

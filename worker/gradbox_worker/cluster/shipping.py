@@ -154,7 +154,9 @@ def fetch_result(actor: Any, work: Work) -> None:
     partial = work.result_path.with_suffix(".partial")
     make_folder(partial.parent)
     with room.noticing_a_full_disk(what="the result"), partial.open("wb") as file:
-        while piece := ray.get(actor.read_result.remote(work.result_path.name, file.tell())).data:
+        while piece := ray.get(
+            actor.compute.remote("read_result", work.result_path.name, file.tell())
+        ).data:
             room.check(len(piece), what="the result")
             file.write(piece)
         file.flush()

@@ -113,8 +113,8 @@ class NamedDevices:
         inputs = None
         if not all(slot.sees_files for slot in (leader, *self._others)):
             inputs = ShippedInputs.of(work, self._blobs)
-        lived = leader.actor.news.remote()  # nobody waits for it unless the device is lost
-        answer = leader.actor.run.remote(work, helpers, inputs)
+        lived = leader.actor.control.remote("news")  # nobody waits for it unless the device is lost
+        answer = leader.actor.compute.remote("run", work, helpers, inputs)
         try:
             outcome, news = self._watched(answer, work, supervision)
             if isinstance(outcome, Finished) and not leader.sees_files:
@@ -145,7 +145,9 @@ class NamedDevices:
         watch = AttemptWatch(self._records, held, patience=self._patience)
         looked_s, stopping, step = time.monotonic(), False, None
         while not ray.wait([answer], timeout=POLL_S)[0]:
-            step = self._hear(ray.get(self._leader.actor.news.remote()), supervision) or step
+            step = (
+                self._hear(ray.get(self._leader.actor.control.remote("news")), supervision) or step
+            )
             if time.monotonic() - looked_s >= LOOK_S:
                 looked_s = time.monotonic()
                 watch.look(step)
@@ -153,7 +155,7 @@ class NamedDevices:
             if supervision.stop_requested() and not stopping:
                 stopping = True
                 for slot in (self._leader, *self._others):
-                    slot.actor.stop.remote(work.job_id, work.attempt)
+                    slot.actor.control.remote("stop", work.job_id, work.attempt)
             if watch.is_overdue():
                 log.warning("job %s does not stop: killing its device", work.job_id)
                 ray.kill(self._leader.actor)
@@ -185,7 +187,7 @@ class NamedDevices:
             return
         self._others.remove(slot)
         self._devices.ending([slot])
-        self._emptied[slot.name] = emptied = slot.actor.empty.remote()
+        self._emptied[slot.name] = emptied = slot.actor.compute.remote("empty")
         if _has_ended(emptied, within_s=ENDING_S):
             self._devices.free(slot)
 
@@ -197,10 +199,10 @@ class NamedDevices:
         """
         self._devices.ending([self._leader, *self._others])
         if self._others and not at_rest:  # up to `empty`, which may not overtake it
-            stopped = [slot.actor.stop_all.remote() for slot in self._others]
+            stopped = [slot.actor.control.remote("stop_all") for slot in self._others]
             ray.wait(stopped, num_returns=len(stopped), timeout=ENDING_S)
         for slot in self._others:
-            self._emptied[slot.name] = slot.actor.empty.remote()
+            self._emptied[slot.name] = slot.actor.compute.remote("empty")
         pending = [self._emptied[slot.name] for slot in self._others]
         if pending:
             ray.wait(pending, num_returns=len(pending), timeout=ENDING_S)
@@ -229,7 +231,7 @@ def _answered(call: Any) -> bool:
 def _news_of(actor: Any) -> News | None:
     """Return what a device says that may be dead."""
     try:
-        found: News = ray.get(actor.news.remote())
+        found: News = ray.get(actor.control.remote("news"))
     except RayActorError:
         return None
     return found

@@ -1,0 +1,131 @@
+"""A device that another one leads: which calls it answers, and where its inputs come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gradbox import Gradient, Jacobian
+from gradbox.computations import Computation
+from gradbox_engine.ranges import Range
+from gradbox_service.store import blob_store
+from gradbox_worker.cluster import shipping
+from gradbox_worker.cluster.device import ClusterDevice
+from gradbox_worker.cluster.leading import ranges_left
+from gradbox_worker.cluster.shipping import OwnFolder, ShippedInputs
+from gradbox_worker.device import DeviceSettings
+from gradbox_worker.errors import JobStopped
+from gradbox_worker.work import Work
+from tests.client.conftest import write_models
+
+SHARDS = [torch.ones(2, 5, dtype=torch.float64)] * 2
+FIRST = Range(0, 2, 0, 1)
+
+
+class InProcess:
+    """Stands for Ray: a reference is the object itself."""
+
+    def put(self, value: Any) -> Any:
+        return value
+
+    def get(self, value: Any) -> Any:
+        return value
+
+
+def work_of(computation: Computation, folder: Path, **given: Any) -> Work:
+    return Work(
+        **{
+            "job_id": "job",
+            "attempt": 1,
+            "model": "mlp",
+            "model_version": "",
+            "spec": computation.prepare().spec,
+            "spec_digest": "",
+            "result_path": folder / "results" / "job.1.safetensors",
+            "queued_s": 0.0,
+            **given,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterDevice]:
+    folder = tmp_path_factory.mktemp("device")
+    (folder / "mark").write_text("seen")
+    settings = DeviceSettings(write_models(folder / "models.toml"), folder, device="cpu")
+    device = ClusterDevice(settings, "here/cpu-0", (folder / "mark", "seen"))
+    yield device
+    device.empty()
+
+
+def opened(device: ClusterDevice, computation: Computation) -> None:
+    version = device.describe().entry.models["mlp"]
+    device.open(work_of(computation, Path("job"), model_version=version), "", None)
+
+
+@pytest.mark.parametrize("job", [("other", 1), ("job", 2)], ids=["another job", "attempt"])
+@pytest.mark.parametrize("method", ["forward", "replay", "take_sums"])
+def test_a_call_for_a_job_that_is_not_open_there_is_refused(
+    device: ClusterDevice, method: str, job: tuple[str, int]
+) -> None:
+    opened(device, Gradient(model="mlp", inputs=SHARDS, loss=lambda z: z.sum()))
+    assert device.holds("job", 1)
+    with pytest.raises(JobStopped):
+        device.call(job, None, method, FIRST)
+
+
+def test_a_device_that_was_made_empty_has_no_job(device: ClusterDevice) -> None:
+    opened(device, Jacobian(model="mlp", inputs=SHARDS, reduce="gram"))
+    device.empty()
+    with pytest.raises(JobStopped):
+        device.call(("job", 1), None, "count", FIRST, False)
+
+
+def test_blobs_are_fetched_into_a_folder_of_the_devices_own_when_they_are_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shipping, "ray", InProcess())
+    monkeypatch.setattr(shipping, "_folder", lambda _: tmp_path)
+    job = Gradient(model="mlp", inputs=SHARDS, loss=lambda z: z.sum())
+    submission = job.prepare()
+    store = blob_store(tmp_path / "box")
+    for blob in submission.blobs:
+        store.put(blob.digest, list(blob.chunks()))
+    work = work_of(job, tmp_path / "box")
+    shipped = ShippedInputs.of(work, store)
+    assert shipped.num_bytes > 0
+    own = OwnFolder()
+    found = own.blobs(shipped)
+    (digest, *_) = shipped.blobs
+    assert not found.path(digest).exists()
+    assert found.header(digest) == store.header(digest)
+    assert found.path(digest).read_bytes() == store.path(digest).read_bytes()
+    assert own.here(work, shipped).result_path.parent == own.path / "results"
+    own.clear()
+    assert not found.path(digest).exists()
+
+
+def left(folder: Path, *names: str, attempt: int = 2) -> list[tuple[int, int]]:
+    """Return the ranges that are found where files of these names were left."""
+    (folder / "checkpoints").mkdir(exist_ok=True)
+    for name in names:
+        (folder / "checkpoints" / name).touch()
+    job = Gradient(model="mlp", inputs=SHARDS, loss=lambda z: z.sum())
+    parts = ranges_left(work_of(job, folder, attempt=attempt))
+    assert [part.index for part in parts] == list(range(len(parts)))
+    return [(part.start, part.stop) for part in parts]
+
+
+def test_another_attempt_takes_the_ranges_that_the_one_before_has_left(tmp_path: Path) -> None:
+    names = ("job.0-3.safetensors", "job.3-10.safetensors", "job.1.rows", "other.0-2.safetensors")
+    assert left(tmp_path, *names) == [(0, 3), (3, 10)]
+    assert left(tmp_path, attempt=1) == []
+    assert left(tmp_path, "job.5-6.safetensors") == []  # not all of one cut
+
+
+def test_ranges_of_which_one_has_left_nothing_are_cut_anew(tmp_path: Path) -> None:
+    assert left(tmp_path, "job.3-10.safetensors") == []
