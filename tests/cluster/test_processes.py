@@ -80,13 +80,12 @@ def test_nothing_outlives_a_box(
     up._output.close()
 
 
-def test_a_box_has_a_process_for_each_device_and_four_besides(cluster: ClusterBox) -> None:
-    """`up`, Redis, the service and the head; Ray's own, and the head's guardian, aside."""
+def test_a_box_has_a_process_for_each_device_and_three_beside_redis(cluster: ClusterBox) -> None:
+    """`up`, the service and the head; Ray's own, and the head's guardian, aside."""
     found = [commands()[pid] for pid in cluster.processes()]
-    parts = ("gradbox", "valkey-server", "redis-server", "ray::DeviceActor")
-    own = [one for one in found if any(part in one for part in parts)]
-    own = [one for one in own if "descendants" not in one and "/ray/" not in one]
-    assert len(own) == 2 + 4, own
+    own = [one for one in found if "-m gradbox" in one or "ray::DeviceActor" in one]
+    own = [one for one in own if "descendants" not in one]
+    assert len(own) == 2 + 3, own
 
 
 def test_the_head_imports_no_torch() -> None:
