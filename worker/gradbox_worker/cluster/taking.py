@@ -15,7 +15,7 @@ from gradbox.errors import GradboxError
 from gradbox.protocol import JobSpec, JobState
 from gradbox_service.database.refusals import store_refuses, unless_refused
 from gradbox_service.fleet import Fleet
-from gradbox_service.jobs import Records, Turns
+from gradbox_service.jobs import Records, Turn, Turns
 from gradbox_service.store import BlobStore, ResultStore
 from gradbox_worker.cluster.head import Devices, Slot
 from gradbox_worker.cluster.ray_session import RayOnThisMachine
@@ -63,6 +63,7 @@ class TurnTaker:
         self._devices, self._joined = devices, joined
         self._results, self._blobs, self._patience = results, blobs, patience
         self._running: dict[threading.Thread, Orders] = {}
+        self._turn: Turn | None = None  # which was taken, and has no device yet
         self._leaving = False
         self._look_s = 0.0
 
@@ -109,10 +110,15 @@ class TurnTaker:
             with self._devices.changed:
                 self._devices.changed.wait(BUSY_S)
             return
-        turn = self._turns.take(wait_s=TAKE_S)
-        record = None if turn is None else self._records.get(turn.job_id)
+        if self._turn is None:
+            self._turn = self._turns.take(wait_s=TAKE_S)
+        record = None if self._turn is None else self._records.get(self._turn.job_id)
         if record is None:
+            self._turn = None
             return
+        if not self._devices.idle():  # all have died while it was waited for: it waits now
+            return
+        self._turn = None
         slots = self._devices.name(record, self._spec(record.id))
         orders = Orders()
         thread = threading.Thread(target=self._run, args=(record.id, slots, orders), daemon=True)
