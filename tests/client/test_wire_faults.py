@@ -7,8 +7,12 @@ import hashlib
 import json
 import os
 import socket
+import struct
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import httpx
 import pytest
@@ -30,9 +34,11 @@ from gradbox import (
     StorageFull,
     Unauthorized,
 )
-from gradbox.http.download import HashedFile, part_of
+from gradbox.http.connection import Connection
+from gradbox.http.download import HashedFile, download, part_of
 from gradbox.progress import ProgressBar
 from gradbox.protocol import ProgressView, ResultView
+from gradbox.settings import ClientSettings
 from tests.client.wires import QUICK, Broken, answer, client_of, job_view, problem
 
 GRADIENT = Gradient(model="m", inputs=[torch.ones(2)], loss=lambda z: z.sum())
@@ -358,6 +364,59 @@ def test_a_download_goes_on_with_the_part_that_is_there_of_it(name: str, tmp_pat
     assert box.ranges == ranges
     others = {part_of(path, result).name for result in left if result}
     assert {found.name for found in tmp_path.iterdir()} == {"result", *others}
+
+
+LONG = os.urandom(5 * 2**20)
+
+
+class LongResult(BaseHTTPRequestHandler):
+    """A result over a socket, of which three MiB come and then what `fault` says."""
+
+    protocol_version = "HTTP/1.1"
+    fault: ClassVar[str]
+    ranges: ClassVar[list[str | None]]
+
+    def do_GET(self) -> None:
+        wanted = self.headers["Range"]
+        self.ranges.append(wanted)
+        start = int(wanted.removeprefix("bytes=").removesuffix("-")) if wanted else 0
+        self.send_response(206 if wanted else 200)
+        self.send_header("Content-Length", str(len(LONG) - start))
+        self.send_header("Content-Range", f"bytes {start}-{len(LONG) - 1}/{len(LONG)}")
+        self.end_headers()
+        if wanted or not self.fault:
+            self.wfile.write(LONG[start:])
+            return
+        self.wfile.write(LONG[: 3 * 2**20])
+        self.close_connection = True
+        if self.fault == "stalls":
+            self.connection.recv(1)  # until the client has closed
+        if self.fault == "resets":
+            linger = struct.pack("ii", 1, 0)
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            self.connection.close()
+
+
+@pytest.mark.parametrize("fault", ["", "closes", "resets", "stalls"])
+def test_a_long_download_over_a_socket_goes_on_where_it_broke(fault: str, tmp_path: Path) -> None:
+    LongResult.fault, LongResult.ranges = fault, []
+    expected = ResultView(size_bytes=len(LONG), sha256=hashlib.sha256(LONG).hexdigest())
+    path = tmp_path / "result"
+    with ThreadingHTTPServer(("127.0.0.1", 0), LongResult) as server:
+        threading.Thread(target=server.serve_forever).start()
+        settings = ClientSettings(url=f"http://127.0.0.1:{server.server_port}", token="token")
+        connection = Connection(settings, timeout_s=1.0, retry=QUICK)
+        try:
+            for _ in range(2):  # the second time on another connection
+                download(connection, "/result", path, expected=expected)
+                assert path.read_bytes() == LONG
+        finally:
+            connection.close()
+            server.shutdown()
+    started = [wanted is None for wanted in LongResult.ranges]
+    assert started == ([True, False] * 2 if fault else [True] * 2)
+    if fault == "closes":
+        assert LongResult.ranges[1] == f"bytes={3 * 2**20}-"
 
 
 def test_a_new_file_is_not_truncated(tmp_path: Path) -> None:

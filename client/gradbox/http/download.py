@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from io import BufferedRandom
 from pathlib import Path
 from typing import Final
 
+import httpcore
 import httpx
 
 from gradbox.errors import (
@@ -24,7 +25,8 @@ from gradbox.errors import (
 from gradbox.http.connection import Connection, TransientFault
 from gradbox.protocol import JobState, JobView, ResultView
 
-HASHED_BYTES: Final = 2**20  # at a time
+HASHED_BYTES: Final = 256 * 2**10  # at a time
+READ_BYTES: Final = 2**20  # at most at a time
 CONTENT_RANGE: Final = re.compile(r"bytes (\d+)-\d+/\d+")
 
 OnBytes = Callable[[int, int], None]
@@ -161,7 +163,7 @@ def _append(
             _check_range(answer, have)
         else:
             file.empty()
-        for chunk in answer.iter_bytes():
+        for chunk in _chunks(answer):
             file.append(chunk)
             if on_bytes is not None:
                 on_bytes(file.size_bytes, expected.size_bytes)
@@ -170,6 +172,46 @@ def _append(
             f"expected {expected.size_bytes} bytes from {connection.url}{url_path}, "
             f"got {file.size_bytes} before the connection ended"
         )
+
+
+def _chunks(answer: httpx.Response) -> Iterator[bytes]:
+    """Give the body of an answer as it is received.
+
+    httpx reads 64 KiB at a time and copies them three times, which takes as long as all else that
+    a download does. Each chunk that it gives is all that it has read. So a long body's rest is read
+    from the connection below httpx, which closes it afterwards.
+
+    Raises:
+        httpx.TransportError: the connection broke.
+    """
+    chunks = answer.iter_bytes()
+    left = _plain_bytes(answer)
+    for chunk in chunks:
+        yield chunk
+        left -= len(chunk)
+        if left >= READ_BYTES:
+            break
+    while left > 0 and (chunk := _read(answer, min(left, READ_BYTES))):
+        yield chunk
+        left -= len(chunk)
+
+
+def _read(answer: httpx.Response, most: int) -> bytes:
+    """Read from the connection of an answer; b"" where it has ended."""
+    connection: httpcore.NetworkStream = answer.extensions["network_stream"]
+    timeout_s: float = answer.request.extensions["timeout"]["read"]
+    try:
+        return connection.read(most, timeout=timeout_s)
+    except (httpcore.NetworkError, httpcore.TimeoutException) as error:
+        raise httpx.ReadError(f"{type(error).__name__} {error}") from error
+
+
+def _plain_bytes(answer: httpx.Response) -> int:
+    """Return how many bytes the body has on the connection itself; 0 if it comes otherwise."""
+    is_plain = answer.http_version == "HTTP/1.1" and "network_stream" in answer.extensions
+    if not is_plain or not {"transfer-encoding", "content-encoding"}.isdisjoint(answer.headers):
+        return 0
+    return int(answer.headers.get("content-length", 0))
 
 
 def _wrong_digest(found: str, expected: ResultView) -> ProtocolError:

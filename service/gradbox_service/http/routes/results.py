@@ -32,7 +32,7 @@ from gradbox_service.settings import KIB
 
 router = Router(prefix="/v1/jobs", tags=["jobs"])
 
-PIECE_BYTES: Final = 64 * KIB
+PIECE_BYTES: Final = 256 * KIB
 # As many digits as `int` reads, and more than any file has.
 _RANGE = re.compile(r"\s*(?:([0-9]{1,1000})\s*-\s*([0-9]{0,1000})|-\s*([0-9]{1,1000}))\s*")
 
