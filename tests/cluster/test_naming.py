@@ -30,9 +30,6 @@ class Named(Devices):
         record: Any = SimpleNamespace(id=job_id, model=model)
         return [slot.name for slot in self.name(record, spec)]
 
-    def idle(self) -> int:
-        return sum(slot.state == "idle" for slot in self._slots.values())
-
     def end(self, *names: str) -> None:
         for name in names:
             self._slots[name].state, self._slots[name].idle_since = "idle", time.monotonic()

@@ -384,10 +384,7 @@ class Devices:
     # --- which devices run a job -----------------------------------------------------------------
 
     def idle(self) -> int:
-        """Return how many devices have no job, having another process start for those that died."""
-        for slot in [slot for slot in self._slots.values() if slot.state == "idle"]:
-            if slot.is_dead():
-                self.lost(slot)
+        """Return how many devices have no job."""
         return sum(slot.state == "idle" for slot in self._slots.values())
 
     def name(self, record: JobRecord, spec: JobSpec | None) -> list[Slot]:

@@ -63,7 +63,6 @@ class TurnTaker:
         self._devices, self._joined = devices, joined
         self._results, self._blobs, self._patience = results, blobs, patience
         self._running: dict[threading.Thread, Orders] = {}
-        self._turn: Turn | None = None  # which was taken, and has no device yet
         self._leaving = False
         self._look_s = 0.0
 
@@ -110,18 +109,16 @@ class TurnTaker:
             with self._devices.changed:
                 self._devices.changed.wait(BUSY_S)
             return
-        if self._turn is None:
-            self._turn = self._turns.take(wait_s=TAKE_S)
-        record = None if self._turn is None else self._records.get(self._turn.job_id)
-        if record is None:
-            self._turn = None
+        turn = self._turns.take(wait_s=TAKE_S)
+        record = None if turn is None else self._records.get(turn.job_id)
+        if turn is None or record is None:
             return
-        if not self._devices.idle():  # all have died while it was waited for: it waits now
-            return
-        self._turn = None
         slots = self._devices.name(record, self._spec(record.id))
+        if not slots:  # all have died while it was waited for
+            self._turns.feed(turn)
+            return
         orders = Orders()
-        thread = threading.Thread(target=self._run, args=(record.id, slots, orders), daemon=True)
+        thread = threading.Thread(target=self._run, args=(turn, slots, orders), daemon=True)
         self._running[thread] = orders
         thread.start()
 
@@ -132,7 +129,7 @@ class TurnTaker:
         except GradboxError:
             return None
 
-    def _run(self, job_id: str, slots: Sequence[Slot], orders: Orders) -> None:
+    def _run(self, turn: Turn, slots: Sequence[Slot], orders: Orders) -> None:
         """Run a turn to its end, in a thread of its own."""
         devices = NamedDevices(
             slots,
@@ -143,6 +140,9 @@ class TurnTaker:
             patience=self._patience,
         )
         try:
+            if not devices.first_lives():  # the job has not begun
+                self._turns.feed(turn)
+                return
             with closing(LastStep()) as step:
                 runner = TurnRunner(
                     self._attempts(slots[0].name),
@@ -151,9 +151,9 @@ class TurnTaker:
                     step,
                     lease_s=self._patience.lease_s,
                 )
-                runner.run(job_id)
+                runner.run(turn.job_id)
         except redis.RedisError as error:  # the turn is lost, and the dispatcher's to feed
-            log.warning("job %s is not run now: %s", job_id, error)
+            log.warning("job %s is not run now: %s", turn.job_id, error)
         finally:
             devices.close()
 

@@ -28,7 +28,7 @@ from gradbox_worker.cluster.shipping import ShippedInputs, fetch_result
 from gradbox_worker.device.last_step import JobStep
 from gradbox_worker.device.orders import Orders
 from gradbox_worker.turns.supervision import AttemptWatch, Patience
-from gradbox_worker.work import Died, Failed, Finished, Outcome, Stopped, Supervision, Work
+from gradbox_worker.work import Died, Failed, Finished, Outcome, Supervision, Work
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +74,13 @@ class NamedDevices:
         """Do nothing: the devices are looked after by the head."""
         return None
 
+    def first_lives(self) -> bool:
+        """Return whether the first device answers: Ray may not have noticed yet that it died."""
+        if _news_of(self._leader.actor) is not None:
+            return True
+        self._devices.lost(self._leader)
+        return False
+
     def run(self, work: Work, supervision: Supervision) -> Outcome:
         """Have the first device run a job, and lead the others."""
         loss = work.spec.loss if isinstance(work.spec, GradientSpec) else None
@@ -90,9 +97,9 @@ class NamedDevices:
     def close(self) -> None:
         """Have the devices run other jobs; those that do not become empty are killed in time."""
         self._devices.free(self._leader, may_keep_graphs=self._may_keep_graphs)
-        for name, emptied in self._emptied.items():
-            slot = self._helping[name]
-            if _has_ended(emptied, within_s=0.0):
+        for slot in self._helping.values():
+            emptied = self._emptied.get(slot.name)  # None: the job has not begun
+            if emptied is None or _has_ended(emptied, within_s=0.0):
                 self._devices.free(slot, may_keep_graphs=self._may_keep_graphs)
             else:
                 threading.Thread(target=self._abandon, args=(slot, emptied), daemon=True).start()
@@ -113,15 +120,12 @@ class NamedDevices:
         inputs = None
         if not all(slot.sees_files for slot in (leader, *self._others)):
             inputs = ShippedInputs.of(work, self._blobs)
-        lived = leader.actor.control.remote("news")  # nobody waits for it unless the device is lost
         answer = leader.actor.compute.remote("run", work, helpers, inputs)
         try:
             outcome, news = self._watched(answer, work, supervision)
             if isinstance(outcome, Finished) and not leader.sees_files:
                 fetch_result(leader.actor, work)
         except RayActorError:
-            if not _answered(lived):  # it had died before: no attempt is used up
-                return Stopped(leaving=True)
             return Died(DEVICE_ENDED, fault=DEVICE_ENDED)
         except StorageFull as error:
             return Failed(Problem.of(error))
@@ -218,14 +222,6 @@ class NamedDevices:
 
 def _has_ended(call: Any, *, within_s: float) -> bool:
     return bool(ray.wait([call], timeout=within_s)[0])
-
-
-def _answered(call: Any) -> bool:
-    try:
-        ray.get(call)
-    except RayActorError:
-        return False
-    return True
 
 
 def _news_of(actor: Any) -> News | None:
