@@ -13,13 +13,13 @@ import torch
 
 from gradbox import Gradient, Jacobian
 from gradbox.protocol import CotangentsLoss, JobSpec, TensorRef
-from gradbox_worker.cluster.head import Devices, Slot
+from gradbox_worker.cluster.head import ClusterDevices, Slot
 
 SHARDS = [torch.zeros(2, 5)] * 4
 
 
-class Named(Devices):
-    """Devices without processes."""
+class Named(ClusterDevices):
+    """ClusterDevices without processes."""
 
     def __init__(self, *slots: Slot) -> None:
         self.changed = threading.Condition()

@@ -69,7 +69,7 @@ def _run(options: argparse.Namespace, *, stopping: threading.Event) -> None:
         reach(options.address)
     # Only now: Ray reads its environment when it is imported.
     from gradbox_worker.cluster import machines, ray_session
-    from gradbox_worker.cluster.head import Devices
+    from gradbox_worker.cluster.head import ClusterDevices
     from gradbox_worker.cluster.taking import TurnTaker
 
     if options.address == LOCAL:
@@ -84,7 +84,7 @@ def _run(options: argparse.Namespace, *, stopping: threading.Event) -> None:
         checkpoint_after_s=options.checkpoint_after_s,
     )
     with closing(connect(options.redis_url)) as connection:
-        devices = Devices(
+        devices = ClusterDevices(
             settings,
             devices=[part.strip() for part in options.device.split(",") if part.strip()],
             mark=options.data / f"{NAME}.mark",

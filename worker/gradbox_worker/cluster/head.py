@@ -109,7 +109,7 @@ class Slot:
         return bool(ray.wait([self.ends], timeout=0)[0])
 
 
-class Devices:
+class ClusterDevices:
     """The devices of the machines that are in the cluster.
 
     Attributes:

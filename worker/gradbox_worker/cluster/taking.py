@@ -17,7 +17,7 @@ from gradbox_service.database.refusals import store_refuses, unless_refused
 from gradbox_service.fleet import Fleet
 from gradbox_service.jobs import Records, Turn, Turns
 from gradbox_service.store import BlobStore, ResultStore
-from gradbox_worker.cluster.head import Devices, Slot
+from gradbox_worker.cluster.head import ClusterDevices, Slot
 from gradbox_worker.cluster.ray_session import RayOnThisMachine
 from gradbox_worker.cluster.turn import NamedDevices
 from gradbox_worker.device.last_step import LastStep
@@ -46,7 +46,7 @@ class TurnTaker:
     def __init__(
         self,
         connection: redis.Redis,
-        devices: Devices,
+        devices: ClusterDevices,
         *,
         joined: RayOnThisMachine,
         results: ResultStore,

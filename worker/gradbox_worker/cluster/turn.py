@@ -22,7 +22,7 @@ from gradbox.errors import JobFailed, StorageFull
 from gradbox.protocol import CotangentsLoss, ForwardSpec, GradientSpec, Problem, names_in
 from gradbox_service.jobs import Records, Turn
 from gradbox_service.store import BlobStore
-from gradbox_worker.cluster.head import ABANDON_S, ENDING_S, Devices, Slot
+from gradbox_worker.cluster.head import ABANDON_S, ENDING_S, ClusterDevices, Slot
 from gradbox_worker.cluster.messages import Helper, News
 from gradbox_worker.cluster.shipping import ShippedInputs, fetch_result
 from gradbox_worker.device.last_step import JobStep
@@ -43,7 +43,7 @@ class NamedDevices:
     def __init__(
         self,
         slots: Sequence[Slot],
-        devices: Devices,
+        devices: ClusterDevices,
         *,
         records: Records,
         blobs: BlobStore,
