@@ -19,7 +19,7 @@ SHARDS = [torch.zeros(2, 5)] * 4
 
 
 class Named(ClusterDevices):
-    """ClusterDevices without processes."""
+    """Devices without processes."""
 
     def __init__(self, *slots: Slot) -> None:
         self.changed = threading.Condition()

@@ -20,7 +20,7 @@ from gradbox.tensors.checksums import is_whole
 from gradbox.tensors.safetensors_header import read_header
 from gradbox_service.store import Room
 from gradbox_worker.files import placed_rows
-from gradbox_worker.files.placed_rows import WHOLE, PlacedRows
+from gradbox_worker.files.placed_rows import PlacedRows
 from gradbox_worker.files.result_file import write_result
 from gradbox_worker.files.result_in_place import ResultOnDisk
 from tests.disks import largest_file, small_disk
@@ -85,23 +85,15 @@ def test_what_comes_behind_narrow_rows_is_aligned(tmp_path: Path) -> None:
     assert torch.equal(load_file(path)["samples/loss"], torch.arange(3).double())
 
 
-def test_tensors_that_another_process_writes_whole_stand_beside_those_in_memory(
-    tmp_path: Path,
-) -> None:
-    far, here, scalar = torch.randn(3, 4), torch.randn(5).bfloat16(), torch.randn(()).double()
-    path, on_meta = tmp_path / "r.safetensors", torch.empty(3, 4, device="meta")
-    forms = {name: (tuple(x.shape), x.dtype) for name, x in (("far", far), ("here", here))}
+def test_rows_that_another_process_writes_stand_beside_those_of_this_one(tmp_path: Path) -> None:
+    rows, path = torch.randn(3, 1, 4), tmp_path / "r.safetensors"
     with ResultOnDisk(path, room=Room(tmp_path)) as result:
-        result.lay_out_whole(forms)
+        result.lay_out({"w": (3, 1, 4)}, {"w": torch.float32}, squeezed=True)
         with closing(PlacedRows(result.placement())) as file:
-            file.write("far", WHOLE, far)
-        given = {"far": on_meta, "here": here, "scalar": scalar}
-        view = result.commit(given, metadata={}).view
-    found = load_file(path)
-    assert found.keys() - {"filler", "checksums"} == given.keys()
-    assert torch.equal(found["far"], far)
-    assert torch.equal(found["here"], here)
-    assert torch.equal(found["scalar"], scalar)
+            file.write("w", (slice(0, 2), slice(0, 1), slice(0, 4)), rows[:2])
+        result.write("w", (slice(2, 3), slice(0, 1), slice(0, 4)), rows[2:])
+        view = result.commit({}, metadata={}).view
+    assert torch.equal(load_file(path)["w"], rows[:, 0])
     assert view.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -112,9 +104,12 @@ def test_a_header_that_outgrows_its_room_moves_what_follows(
     first, path = torch.randn(7, 111), tmp_path / "r.safetensors"
     later = {f"input_grads/{number}": torch.randn(3) for number in range(2000)}
     with ResultOnDisk(path, room=Room(tmp_path)) as result:
-        result.lay_out_whole({"first": ((7, 111), torch.float32)})
-        result.write("first", WHOLE, first)
-        result.commit({"first": torch.empty(7, 111, device="meta"), **later}, metadata={})
+        result.lay_out({"first": (7, 1, 111)}, {"first": torch.float32}, squeezed=True)
+        result.share(tmp_path / "kept.rows")
+        (tmp_path / "kept.rows").touch()
+        result.write("first", (slice(0, 7), slice(0, 1), slice(0, 111)), first[:, None])
+        result.commit(later, metadata={})
+    assert not (tmp_path / "kept.rows").exists()  # a later attempt would find no rows in it
     found = load_file(path)
     assert torch.equal(found["first"], first)
     assert all(torch.equal(found[name], tensor) for name, tensor in later.items())

@@ -59,7 +59,7 @@ class Receipt(View):
     fp16 holds in full; `transfer_kept` names gradients that the format does not
     hold, which came as they were; `weights_widened` counts `weights` that came in the format.
     Of a job that ran on several devices, `ranges` are the shards that each ran, and `bytes_moved`
-    what crossed between them and their coordinator, by kind; `not_split` says why a job that asked
+    what crossed between them, by kind; `not_split` says why a job that asked
     for several ran on one.
     `peak_memory_bytes` is the process's peak on a CPU (model included), the allocator's on CUDA.
     """

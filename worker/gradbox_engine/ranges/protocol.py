@@ -1,6 +1,6 @@
-"""What passes between the coordinator of a job and the devices that run its ranges.
+"""What passes between the leader of a job and the devices that run its ranges.
 
-    coordinator                                 device of range r
+    leader                                      device of range r
     forward(r)                        →         first pass of the range; its graphs stay there
     Z, dL/dZ                          ←         RangeOutputs
     replay(r, RangeCotangents)        →         replay of the range; its sums stay there
@@ -197,14 +197,10 @@ class Devices(Protocol):
         """
 
     def fetched(self, sums: Sums) -> Future[NamedSums]:
-        """Bring sums to the coordinator, or to where the result is.
-
-        Sums that were brought to the result itself come back as `meta` tensors: of these, only the
-        names are read.
-        """
+        """Bring sums to the leader."""
 
     def between_phases(self, step: Callable[[], T], precision: Precision) -> T:
-        """Compute something of the coordinator's, see `split_job.between_phases`."""
+        """Compute something of the leader's, see `split_job.between_phases`."""
 
     def tick(self, phase: Phase, done: int, total: int) -> None:
         """Hear how many shards of ranges that have ended are done, about once a second.

@@ -107,6 +107,7 @@ class Lead:
     def begin(self, result: ResultOnDisk) -> Rows:
         """Have the helpers make themselves ready."""
         name = rows_name(self._work, result)
+        result.share(self._work.checkpoints / name)
         self._rows, self._samples = SharedRows(result, name), None
         self.helpers.open(name, self._shipped, homes=self._waiting.homes)
         self._num_devices = self.helpers.num_devices

@@ -1,4 +1,4 @@
-"""Rows, and whole tensors, written at their places in a result file that was laid out.
+"""Rows written at their places in a result file that was laid out.
 
 The process that laid the file out may have others of its machine write pieces of it: no two of them
 are given the same place, so nothing is locked between them.
@@ -31,9 +31,6 @@ MOVED_BYTES: Final = 16 * 2**20
 Piece = tuple[slice, slice, slice]
 """Samples, outputs, and rows of the parameter's dim 0."""
 
-WHOLE: Final[Piece] = (slice(0, 1), slice(0, 1), slice(0, 1))
-"""All of a tensor that is no rows of samples, see `Region.whole`."""
-
 
 @dataclass(frozen=True)
 class Region:
@@ -43,11 +40,6 @@ class Region:
     outputs: int
     rows: int
     row_bytes: int
-
-    @classmethod
-    def whole(cls, start: int, size_bytes: int) -> Region:
-        """Return the region of a tensor that is written whole."""
-        return cls(start, outputs=1, rows=1, row_bytes=size_bytes)
 
     def offset(self, sample: int, output: int, row: int) -> int:
         """Return where row `row` of a sample's output begins."""

@@ -34,7 +34,7 @@ from gradbox.tensors.checksums import shape_for
 from gradbox.tensors.tensor_bytes import bytes_in_order
 from gradbox_service.store.files import flush_folder, lock, make_folder, put_in_place
 from gradbox_service.store.room import Room
-from gradbox_worker.files.placed_rows import WHOLE, InPlaceWriter, Piece, Placement, Region
+from gradbox_worker.files.placed_rows import InPlaceWriter, Piece, Placement, Region
 from gradbox_worker.files.result_file import (
     ALIGNMENT_BYTES,
     LENGTH_BYTES,
@@ -75,6 +75,7 @@ class ResultOnDisk:
         self._regions: dict[str, Region] = {}
         self._header_room = self._end = 0
         self._kept: Path | None = None
+        self._kept_by_others: Path | None = None
 
     def __enter__(self) -> ResultOnDisk:
         return self
@@ -117,22 +118,6 @@ class ResultOnDisk:
             row_bytes = torch.Size(rest[1:]).numel() * dtypes[name].itemsize
             start = self._data_start + entry["data_offsets"][0]
             self._regions[name] = Region(start, outputs, rows, row_bytes)
-
-    def lay_out_whole(self, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
-        """Make room on disk for tensors that are written whole, here or by another process.
-
-        Args:
-            tensors: name → shape and dtype.
-
-        Raises:
-            InvalidInputs: a dtype has no place in a safetensors file.
-            StorageFull: the disk does not hold it.
-        """
-        names = sorted(tensors, key=lambda name: (-tensors[name][1].itemsize, name))
-        self._allocate({name: tensors[name] for name in names})
-        for name, entry in self._entries.items():
-            start, end = entry["data_offsets"]
-            self._regions[name] = Region.whole(self._data_start + start, end - start)
 
     def _allocate(self, stated: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
         self._entries, self._regions = laid_out(stated), {}
@@ -208,6 +193,10 @@ class ResultOnDisk:
         lock(descriptor)  # where files cannot be locked, none is gone on with either
         return descriptor
 
+    def share(self, kept_as: Path) -> None:
+        """Let other processes write to the file, which they may give this second name."""
+        self._kept_by_others = kept_as
+
     def placement(self) -> Placement:
         """Return where another process of this machine may write pieces of what was laid out."""
         assert self._descriptor is not None
@@ -227,9 +216,6 @@ class ResultOnDisk:
     def commit(self, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str]) -> Written:
         """Add the tensors that are in memory and put the file in its place.
 
-        Args:
-            tensors: of those that were laid out, the ones on `meta` have been written.
-
         Raises:
             InvalidInputs: a dtype has no place in a safetensors file.
             StorageFull: the disk does not hold it.
@@ -243,14 +229,9 @@ class ResultOnDisk:
                 room=self._disk,
                 small_bytes=self._small_bytes,
             )
-        in_memory = [tensor for tensor in tensors.values() if not tensor.is_meta]
-        self._disk.check(sum(tensor.nbytes for tensor in in_memory), what=RESULT)
+        self._disk.check(sum(tensor.nbytes for tensor in tensors.values()), what=RESULT)
         filler = torch.zeros(-self._end % ALIGNMENT_BYTES, dtype=torch.uint8)
-        for name in tensors.keys() & self._regions.keys():
-            if not tensors[name].is_meta:
-                self.write(name, WHOLE, tensors[name])
-        others = tensors.keys() - self._regions.keys()
-        names = sorted(others, key=lambda name: (-tensors[name].element_size(), name))
+        names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
         added = {FILLER: filler} if filler.numel() and names else {}
         added |= {name: tensors[name] for name in names}
         stated = {name: (tuple(x.shape), x.dtype) for name, x in added.items()}
@@ -273,8 +254,8 @@ class ResultOnDisk:
         moved_by = needed - self._header_room
         if moved_by <= 0:
             return
-        if self._kept is not None:
-            self._kept.unlink(missing_ok=True)  # a later attempt would not find the rows in it
+        for kept in filter(None, (self._kept, self._kept_by_others)):
+            kept.unlink(missing_ok=True)  # a later attempt would not find the rows in it
         self._disk.check(moved_by, what=RESULT)
         with self._disk.noticing_a_full_disk(what=RESULT):
             self._writer.move(self._data_start, self._data_start + self._end, by=moved_by)

@@ -126,8 +126,7 @@ class RoundedGradients:
 
     def _rounded(self, name: str, gradient: Tensor) -> Tensor:
         assert self._format is not None
-        # One on `meta` was rounded by the process that wrote it.
-        if gradient.is_meta or not name.startswith(SECTIONS) or not _is_wider(gradient.dtype):
+        if not name.startswith(SECTIONS) or not _is_wider(gradient.dtype):
             return gradient
         rounded = gradient.detach().to(self._format)
         if _overflows(gradient, rounded):

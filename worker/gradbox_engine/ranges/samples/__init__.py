@@ -5,7 +5,7 @@ is a job of its own, whose random streams and rows are numbered by the whole one
 is lost costs its range's call. What couples samples is done when ranges have ended: sums are added
 in the tree of `reduction`, and a Gram is made block by block of factors that stay on their devices.
 
-Read `split_samples`, the coordinator's side; `sample_ranges`, a device's; `protocol`, between them.
+Read `split_samples`, the leader's side; `sample_ranges`, a device's; `protocol`, between them.
 """
 
 from gradbox_engine.ranges.samples.protocol import (

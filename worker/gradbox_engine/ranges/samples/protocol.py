@@ -1,4 +1,4 @@
-"""What passes between the coordinator of a per-sample job and the devices that run its ranges.
+"""What passes between the leader of a per-sample job and the devices that run its ranges.
 
 Every call stands by itself: nothing is held on a device between two of them but the rows that a
 `Rows` names. Tensors are plain ones in the host's memory.
