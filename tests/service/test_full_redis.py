@@ -11,6 +11,7 @@ import pytest
 import redis
 
 from gradbox.protocol import JobState, OperationMode
+from gradbox_service.admission import posting
 from gradbox_service.backing import Backing
 from gradbox_service.fleet import WorkerPresence
 from gradbox_service.jobs import JobRecord, Turn
@@ -154,8 +155,9 @@ def test_a_job_that_waits_gets_a_turn_that_a_worker_takes(
 
 
 def test_jobs_of_one_owner_leave_room_for_those_of_others(
-    box: Box, connection: redis.Redis
+    box: Box, connection: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(posting, "MEMORY_S", 0.0)
     connection.config_set("maxmemory", 32 * MIB)
     blob = upload(box.client, SHARDS)
     large = {"inputs": [{"shards": 5000 * [{"blob": blob, "prefix": "0/"}]}]}

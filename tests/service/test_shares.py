@@ -15,6 +15,7 @@ import redis
 from gradbox import Retry
 from gradbox.http.connection import Connection
 from gradbox.settings import ClientSettings
+from gradbox_service.admission import posting
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import Records
 from gradbox_service.jobs.records import Memory
@@ -140,7 +141,7 @@ def test_new_jobs_and_blobs_are_refused_before_the_memory_is_full(
 ) -> None:
     settings = Settings(data=tmp_path)
     full = Memory(used_bytes=900, bound_bytes=1000)
-    monkeypatch.setattr(Records, "memory", lambda _: full)
+    monkeypatch.setattr(Records, "memory", lambda *_, **__: full)
     for box in serve(backing, settings):
         digest, data = blob_of(SHARDS)
         for answer in (
@@ -160,8 +161,9 @@ def test_new_jobs_and_blobs_are_refused_before_the_memory_is_full(
 
 
 def test_jobs_fill_the_memory_up_to_a_clear_refusal_and_no_further(
-    redis_settings: Settings, connection: redis.Redis
+    redis_settings: Settings, connection: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(posting, "MEMORY_S", 0.0)
     bound = int(connection.info("memory")["used_memory"]) + 4 * 2**20
     connection.config_set("maxmemory", bound)
     try:
