@@ -1,9 +1,15 @@
 """What each owner used of the box, by the hour, and when each worker was busy, by the minute.
 
+    gradbox:charges        list of the charges that are in no sum yet, as JSON
+    gradbox:usage:HOUR     hash: `ms:`, `bytes:` and `jobs:OWNER`
+    gradbox:busy:MINUTE    hash: worker → milliseconds
+
 An attempt is charged once, in the transaction that ends it, however it ends: done, failed,
-cancelled, lost, given back. Its device seconds are those in which a worker held it, spread over the
-hours that it ran in. The bytes of a result count in the hour in which the job ended, and so does
-the job.
+cancelled, lost, given back. That appends one charge to a list; the service process that leads adds
+up what is in the list, and whoever reads adds what is still in it.
+
+An attempt's device seconds are those in which a worker held it, spread over the hours that it ran
+in. The bytes of a result count in the hour in which the job ended, and so does the job.
 
 What a change of a record costs is worked out in `jobs.charges`. Amounts are whole milliseconds and
 bytes, so that sums are exact.
@@ -11,18 +17,24 @@ bytes, so that sums are exact.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Final, Protocol, cast
+from dataclasses import astuple, dataclass, field
+from typing import Final, Protocol
 
 import redis
 from redis.client import Pipeline
+
+from gradbox_service.database.conditional_commands import ConditionalCommands
 
 MINUTE_S: Final = 60
 HOUR_S: Final = 3600
 # Charges by the hour are kept for a month and some days, those by the minute for what is shown.
 HOURS_KEPT: Final = 35 * 24
 MINUTES_KEPT: Final = 120
+CHARGES: Final = "gradbox:charges"
+ADDED_UP: Final = "gradbox:charges:added-up"  # how many ever were
+ADDED_AT_ONCE: Final = 1000
 
 
 @dataclass(frozen=True)
@@ -66,59 +78,96 @@ class Usage:
 
     def __init__(self, connection: redis.Redis) -> None:
         self._redis = connection
+        self._commands = ConditionalCommands(connection, over_bound=True)
 
     def by_hour(self, first: int, last: int) -> UsedByHour:
         """Return, by hour, what each owner used; hours without use are left out."""
         found: dict[int, dict[str, Used]] = {}
-        for hour, fields in self._hashes(_hour_key, first, last):
+        hashes, charges = self._read(_hour_key, first, last)
+        for hour, fields in hashes:
             owners = found.setdefault(hour, {})
             for name, value in fields.items():
                 kind, _, owner = name.decode().partition(":")
                 if kind in _FIELDS:
                     more = Used(**{_FIELDS[kind]: int(value)})
                     owners[owner] = owners.get(owner, Used()) + more
-        return found
+        for charge in charges:
+            add_use(found, charge)
+        return {hour: owners for hour, owners in found.items() if first <= hour <= last}
 
     def busy_ms(self, first: int, last: int) -> BusyByWorker:
         """Return, by worker and minute, for how many milliseconds it held a job."""
         found: dict[str, dict[int, int]] = {}
-        for minute, fields in self._hashes(_minute_key, first, last):
+        hashes, charges = self._read(_minute_key, first, last)
+        for minute, fields in hashes:
             for worker, value in fields.items():
                 found.setdefault(worker.decode(), {})[minute] = int(value)
-        return found
+        for charge in charges:
+            add_busy(found, charge)
+        shown = {
+            worker: {minute: ms for minute, ms in minutes.items() if first <= minute <= last}
+            for worker, minutes in found.items()
+        }
+        return {worker: minutes for worker, minutes in shown.items() if minutes}
 
-    def let_expire(self, *, now_s: float) -> None:
-        """Have what is charged now expire in time; to be called every half a minute.
+    def add_up(self) -> None:
+        """Add the oldest charges in the list to the sums, and have those expire in time."""
+        with self._redis.pipeline() as reading:
+            reading.get(ADDED_UP)
+            reading.lrange(CHARGES, 0, ADDED_AT_ONCE - 1)
+            before, texts = reading.execute()
+        if not texts:
+            return
+        hours: dict[int, dict[str, Used]] = {}
+        workers: dict[str, dict[int, int]] = {}
+        for charge in map(_charge_in, texts):
+            add_use(hours, charge)
+            add_busy(workers, charge)
+        pipe = self._redis.pipeline()
+        for hour, owners in hours.items():
+            for owner, used in owners.items():
+                for kind, attribute in _FIELDS.items():
+                    if amount := getattr(used, attribute):
+                        pipe.hincrby(_hour_key(hour), f"{kind}:{owner}", amount)
+            pipe.expire(_hour_key(hour), HOURS_KEPT * HOUR_S)
+        for worker, minutes in workers.items():
+            for minute, busy in minutes.items():
+                pipe.hincrby(_minute_key(minute), worker, busy)
+                pipe.expire(_minute_key(minute), MINUTES_KEPT * MINUTE_S)
+        pipe.ltrim(CHARGES, len(texts), -1)
+        # Whoever was the leader a moment ago, and has read the same, finds another number.
+        pipe.set(ADDED_UP, int(before or 0) + len(texts))
+        self._commands.run(pipe, where={ADDED_UP: before or ""})
 
-        With every charge it would be one more command for each hash.
-        """
-        with self._redis.pipeline(transaction=False) as pipe:
-            for at_s in (now_s - MINUTE_S, now_s):
-                pipe.expire(_hour_key(int(at_s // HOUR_S)), HOURS_KEPT * HOUR_S)
-                pipe.expire(_minute_key(int(at_s // MINUTE_S)), MINUTES_KEPT * MINUTE_S)
-            pipe.execute()
-
-    def _hashes(
+    def _read(
         self, key: _Key, first: int, last: int
-    ) -> Iterable[tuple[int, Mapping[bytes, bytes]]]:
+    ) -> tuple[Iterable[tuple[int, Mapping[bytes, bytes]]], Iterable[Charge]]:
+        """Return the hashes that there are, and the charges that are in none yet."""
         numbers = range(first, last + 1)
-        with self._redis.pipeline(transaction=False) as pipe:
+        with self._redis.pipeline() as pipe:
             for number in numbers:
                 pipe.hgetall(key(number))
-            answers = cast("list[Mapping[bytes, bytes]]", pipe.execute())
-        return [pair for pair in zip(numbers, answers, strict=True) if pair[1]]
+            pipe.lrange(CHARGES, 0, -1)
+            *answers, texts = pipe.execute()
+        hashes = [pair for pair in zip(numbers, answers, strict=True) if pair[1]]
+        return hashes, [_charge_in(text) for text in texts]
 
 
 def write(pipe: Pipeline, charge: Charge) -> None:
-    """Append a charge to a pipeline; its caller has put it into MULTI."""
-    for hour, used in charge.by_hour.items():
-        key = _hour_key(hour)
-        for kind, attribute in _FIELDS.items():
-            if amount := getattr(used, attribute):
-                pipe.hincrby(key, f"{kind}:{charge.owner}", amount)
-    for minute, busy in charge.busy_ms.items():
-        if charge.worker is not None:
-            pipe.hincrby(_minute_key(minute), charge.worker, busy)
+    """Charge an attempt by a transaction of the caller's."""
+    hours = {hour: astuple(used) for hour, used in charge.by_hour.items()}
+    text = json.dumps([charge.owner, charge.worker, hours, dict(charge.busy_ms)])
+    pipe.rpush(CHARGES, text)
+
+
+def _charge_in(text: bytes) -> Charge:
+    owner, worker, hours, minutes = json.loads(text)
+    return Charge(
+        owner,
+        worker,
+        by_hour={int(hour): Used(*amounts) for hour, amounts in hours.items()},
+        busy_ms={int(minute): ms for minute, ms in minutes.items()},
+    )
 
 
 def add_use(hours: dict[int, dict[str, Used]], charge: Charge) -> None:

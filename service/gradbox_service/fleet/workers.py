@@ -31,6 +31,8 @@ MODELS = "gradbox:models"
 DESCRIBED = "gradbox:models:described"
 DESCRIBED_S = 30 * 24 * 3600.0
 RELOADS = "gradbox:models:reloads"
+# How old a look may be at which workers there are.
+NAMES_S = 1.0
 # Announcements remembered as they were parsed, by their bytes; a large model's takes 1 MB.
 PARSED_KEPT = 32
 
@@ -89,6 +91,7 @@ class Fleet:
         self._redis = connection
         self._commands = ConditionalCommands(connection, over_bound=True)
         self._names: list[str] = []  # of the workers that lived at the last look
+        self._names_read_s = -math.inf
         self._read: dict[str, tuple[float, ModelView]] = {}  # when each description was read
 
     def announce(self, presence: WorkerPresence, *, ttl_s: float) -> None:
@@ -137,20 +140,18 @@ class Fleet:
         return int(cast("bytes | None", self._redis.get(RELOADS)) or 0)
 
     def standing(self, owner: str) -> Standing:
-        """Return what a job that an owner posts meets; one round trip, if no worker is new."""
+        """Return what a job that an owner posts meets, in one round trip.
+
+        A worker that is new counts within `NAMES_S`.
+        """
+        if not self._names or time.monotonic() - self._names_read_s > NAMES_S:
+            self.workers()
         names = self._names
         with self._redis.pipeline(transaction=False) as pipe:
-            pipe.get(OPERATION)
+            pipe.mget([OPERATION, *(_presence_key(name) for name in names)])
             pipe.zcard(changes.active_key(owner))
-            pipe.smembers(WORKERS)
-            pipe.mget([_presence_key(name) for name in names] or [WORKERS])
-            operation, num_active, known, found = pipe.execute(raise_on_error=not names)
-        are_known = {name.decode() for name in known} == set(names) and None not in found
-        return Standing(
-            read_operation(operation),
-            num_active,
-            _all_parsed(found) if names and are_known else self.workers(),
-        )
+            (operation, *found), num_active = pipe.execute()
+        return Standing(read_operation(operation), num_active, _all_parsed(found))
 
     def workers(self) -> Sequence[WorkerPresence]:
         """Return the live workers by name."""
@@ -162,9 +163,9 @@ class Fleet:
         if gone:
             with unless_refused():  # a later look forgets them
                 self._redis.srem(WORKERS, *gone)
-        self._names = [name for name in names if name not in gone]
+        self._names, self._names_read_s = [n for n in names if n not in gone], time.monotonic()
         return [
-            worker if job is None else worker.busy_with(job)
+            worker.busy_with(job) if job else worker
             for text, job in zip(found, held, strict=True)
             if text is not None and (worker := _parsed(WorkerPresence, text)) is not None
         ]

@@ -178,10 +178,8 @@ def grant(pipe: Pipeline, job_id: str, *, attempt: int, lease_s: float) -> None:
 
 def hold(pipe: Pipeline, worker: str, record: JobRecord) -> None:
     """Note that a worker's device has the record's attempt in hand, as long as that runs."""
-    if record.state is JobState.RUNNING:
-        pipe.set(held_key(worker), f"{record.id} {record.attempt}")
-    else:
-        pipe.delete(held_key(worker))
+    runs = record.state is JobState.RUNNING
+    pipe.set(held_key(worker), f"{record.id} {record.attempt}" if runs else "")
 
 
 def parse_id(event_id: str | None) -> tuple[int, int]:

@@ -90,7 +90,7 @@ class Turns:
         """Return the turn that a worker's device has in hand, whoever may have its job by now."""
         found = cast("bytes | None", self._redis.get(held_key(worker)))
         job_id, _, attempt = (found or b"").decode().rpartition(" ")
-        return None if found is None else Turn(job_id, int(attempt))
+        return Turn(job_id, int(attempt)) if found else None
 
     def let_go(self, worker: str) -> None:
         """Note that a worker's device has nothing in hand any more."""
