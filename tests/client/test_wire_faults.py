@@ -366,7 +366,7 @@ def test_a_download_goes_on_with_the_part_that_is_there_of_it(name: str, tmp_pat
     assert {found.name for found in tmp_path.iterdir()} == {"result", *others}
 
 
-LONG = os.urandom(5 * 2**20)
+LONG = os.urandom(20 * 2**20)
 
 
 class LongResult(BaseHTTPRequestHandler):

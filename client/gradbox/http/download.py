@@ -25,8 +25,10 @@ from gradbox.errors import (
 from gradbox.http.connection import Connection, TransientFault
 from gradbox.protocol import JobState, JobView, ResultView
 
-HASHED_BYTES: Final = 256 * 2**10  # at a time
+HASHED_BYTES: Final = 2**20  # at a time
 READ_BYTES: Final = 2**20  # at most at a time
+# What is left of a body is worth another connection afterwards.
+LONG_BYTES: Final = 16 * 2**20
 CONTENT_RANGE: Final = re.compile(r"bytes (\d+)-\d+/\d+")
 
 OnBytes = Callable[[int, int], None]
@@ -189,7 +191,7 @@ def _chunks(answer: httpx.Response) -> Iterator[bytes]:
     for chunk in chunks:
         yield chunk
         left -= len(chunk)
-        if left >= READ_BYTES:
+        if left >= LONG_BYTES:
             break
     while left > 0 and (chunk := _read(answer, min(left, READ_BYTES))):
         yield chunk
@@ -207,9 +209,13 @@ def _read(answer: httpx.Response, most: int) -> bytes:
 
 
 def _plain_bytes(answer: httpx.Response) -> int:
-    """Return how many bytes the body has on the connection itself; 0 if it comes otherwise."""
-    is_plain = answer.http_version == "HTTP/1.1" and "network_stream" in answer.extensions
-    if not is_plain or not {"transfer-encoding", "content-encoding"}.isdisjoint(answer.headers):
+    """Return how many bytes the body has on the connection itself; 0 if it comes otherwise.
+
+    Over TLS it does, 16 KiB at a time whoever reads.
+    """
+    is_plain = answer.http_version == "HTTP/1.1" and answer.request.url.scheme == "http"
+    is_coded = {"transfer-encoding", "content-encoding"} & answer.headers.keys()
+    if not is_plain or is_coded or "network_stream" not in answer.extensions:
         return 0
     return int(answer.headers.get("content-length", 0))
 
