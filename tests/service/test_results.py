@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from gradbox_service.http.routes import results as route
 from gradbox_service.http.routes.results import ResultResponse
 from gradbox_service.jobs import JobRecord
 from gradbox_service.store.files import use_of
@@ -59,16 +58,6 @@ def eventually(holds: Callable[[], bool]) -> bool:
     while not holds() and time.monotonic() < deadline:
         time.sleep(0.01)
     return holds()
-
-
-def test_a_result_is_read_from_the_disk_where_it_is_not_in_memory(
-    small_box: Box, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with small_box.backing.results.path(url.split("/")[3], attempt=1).open("rb") as file:
-        in_memory = route._cached(file, 5, 100)
-    assert in_memory in (DATA[5:105], None)  # None where the file system cannot tell
-    monkeypatch.setattr(route, "_cached", lambda *_: None)
-    assert small_box.client.get(url).content == DATA
 
 
 def test_head_tells_the_size(small_box: Box, url: str) -> None:

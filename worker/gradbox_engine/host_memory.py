@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from functools import cache
+from io import FileIO
 from pathlib import Path
 from typing import Final
 
@@ -83,6 +84,7 @@ def _field(path: str, name: str) -> int:
 def _read(path: str) -> bytes:
     """Return what a small file of the kernel's holds; nothing if it cannot be read."""
     try:
-        return Path(path).read_bytes()
+        with FileIO(path) as file:  # a job reads eight: `Path` takes three times as long
+            return file.read()
     except OSError:
         return b""
