@@ -89,11 +89,7 @@ class BlobStore:
 
         One of a small number of bytes is hashed sooner than it is remembered.
         """
-        content = self._small.read(digest)
-        if content is None or hashlib.sha256(content).hexdigest() == digest:
-            return content
-        log.warning("the blob %s is damaged in Redis, and is to be sent again", digest)
-        return None
+        return _undamaged(digest, self._small.read(digest))
 
     def on_disk(self, digest: str) -> None:
         """Have a small blob in the folder, too, for who sees that and not the Redis."""
@@ -122,16 +118,16 @@ class BlobStore:
 
     def headers(self, digests: Collection[str]) -> dict[str, SafetensorsHeader]:
         """Return the headers of the blobs that are here and undamaged. Whoever asks uses them."""
-        small = self._small.touch(list(digests))
-        found = {digest: self._header(digest, is_small=digest in small) for digest in digests}
+        small = self._small.read_many(list(digests), used=digests)
+        found = {digest: self._header(digest, small.get(digest)) for digest in digests}
         return {digest: header for digest, header in found.items() if header is not None}
 
     def header(self, digest: str) -> SafetensorsHeader | None:
         """Return the blob's header, or None if it is not here or damaged. Whoever asks uses it."""
         return self.headers([digest]).get(digest)
 
-    def _header(self, digest: str, *, is_small: bool) -> SafetensorsHeader | None:
-        if is_small and (content := self.small(digest)) is not None:
+    def _header(self, digest: str, small: bytes | None) -> SafetensorsHeader | None:
+        if (content := _undamaged(digest, small)) is not None:
             return header_of(BytesIO(content))
         # The box may have removed the blob since its header was read. The use is noted before the
         # look, so that a cleaner either sees it or has removed the blob already.
@@ -329,6 +325,14 @@ class Upload:
         with suppress(OSError):
             self._file.close()
         self._incoming.unlink(missing_ok=True)
+
+
+def _undamaged(digest: str, content: bytes | None) -> bytes | None:
+    """Return a blob that was read from Redis; None for a damaged one, or none."""
+    if content is None or hashlib.sha256(content).hexdigest() == digest:
+        return content
+    log.warning("the blob %s is damaged in Redis, and is to be sent again", digest)
+    return None
 
 
 def _is_unlocked(path: Path) -> bool:

@@ -68,8 +68,7 @@ class ResultStore:
         Raises:
             FileNotFoundError: it is not here.
         """
-        name = _name(job_id, attempt)
-        if self._small.touch([name]) and (content := self._small.read(name)) is not None:
+        if (content := self._small.use(_name(job_id, attempt))) is not None:
             return BytesIO(content)
         path = self.path(job_id, attempt=attempt)
         touch(path)
@@ -119,8 +118,8 @@ class ResultStore:
 
     def touch(self, job_id: str, *, attempt: int) -> bool:
         """Note that the result is used now; False if it is not here."""
-        in_redis = self._small.touch([_name(job_id, attempt)])
-        return bool(in_redis) or touch(self.path(job_id, attempt=attempt)) is not None
+        path = self.path(job_id, attempt=attempt)
+        return self._small.use(_name(job_id, attempt)) is not None or touch(path) is not None
 
     def write_out(self) -> None:
         """Move small results that are kept for long into files.
@@ -145,7 +144,7 @@ class ResultStore:
 
     def note_fetched(self, job_id: str, *, attempt: int) -> None:
         """Note that the job's owner has all of the result: its file is made read-only."""
-        if self._small.touch([_name(job_id, attempt)]):
+        if self._small.use(_name(job_id, attempt)) is not None:
             self._small.note_fetched(_name(job_id, attempt))
         with suppress(OSError):  # gone, or on a disk that notes nothing
             self.path(job_id, attempt=attempt).chmod(FETCHED_MODE)

@@ -67,31 +67,30 @@ class SmallFiles:
             return None
         return cast("bytes | None", self._redis.get(self._key(name)))
 
-    def read_many(self, names: Sequence[str], *, fetched: Collection[str] = ()) -> dict[str, bytes]:
+    def read_many(
+        self, names: Sequence[str], *, used: Collection[str] = (), fetched: Collection[str] = ()
+    ) -> dict[str, bytes]:
         """Return those of some files that are here.
 
         Args:
+            used: those that are used now.
             fetched: those that are sent whole to whom they are for, which is their last use.
         """
         if self._redis is None or not names:
             return {}
         with self._redis.pipeline(transaction=False) as pipe:
-            pipe.mget([self._key(name) for name in names])
+            # A use is noted first: whoever removes files either sees it or has removed them.
+            if used:
+                pipe.zadd(self._used, dict.fromkeys(used, time.time()), xx=True)
             if fetched:
                 pipe.zadd(self._fetched, dict.fromkeys(fetched, time.time()))
-            found = zip(names, pipe.execute(raise_on_error=False)[0], strict=True)
+            pipe.mget([self._key(name) for name in names])
+            found = zip(names, pipe.execute(raise_on_error=False)[-1], strict=True)
         return {name: content for name, content in found if content is not None}
 
-    def touch(self, names: Sequence[str]) -> frozenset[str]:
-        """Note that files are used now; return those that are here."""
-        if self._redis is None or not names:
-            return frozenset()
-        with self._redis.pipeline(transaction=False) as pipe:
-            for name in names:
-                pipe.exists(self._key(name))
-                pipe.zadd(self._used, {name: time.time()}, xx=True)
-            there = pipe.execute(raise_on_error=False)[::2]
-        return frozenset(name for name, is_there in zip(names, there, strict=True) if is_there)
+    def use(self, name: str) -> bytes | None:
+        """Return a file, and note that it is used now; None if it is not here."""
+        return self.read_many([name], used=[name]).get(name)
 
     def note_fetched(self, name: str) -> None:
         """Note that a file was sent whole to whom it is for."""
