@@ -61,6 +61,14 @@ def test_an_address_without_a_cluster_is_refused_at_once(tmp_path: Path, address
     assert address in said.splitlines()[-1]
 
 
+def test_workers_of_a_box_on_a_cluster_are_refused_by_name(tmp_path: Path) -> None:
+    models = write_cluster_models(tmp_path / "models.toml")
+    arguments = ["--models", str(models), "--cluster", "local", "--workers", "2"]
+    code, said = Up(tmp_path / "data", *arguments).finish()
+    assert code == 2
+    assert "--workers or --cluster" in said.splitlines()[-1]
+
+
 @pytest.mark.slow  # starts a box of its own
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_nothing_outlives_a_box(

@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 POLL_S: Final = 0.2
 LOOK_S: Final = 0.5
+NEWS_S: Final = 2.0
 DEVICE_ENDED: Final = "the process of its device in the cluster ended"
 
 
@@ -149,9 +150,8 @@ class NamedDevices:
         watch = AttemptWatch(self._records, held, patience=self._patience)
         looked_s, stopping, step = time.monotonic(), False, None
         while not ray.wait([answer], timeout=POLL_S)[0]:
-            step = (
-                self._hear(ray.get(self._leader.actor.control.remote("news")), supervision) or step
-            )
+            news = _news_of(self._leader.actor)
+            step = (None if news is None else self._hear(news, supervision)) or step
             if time.monotonic() - looked_s >= LOOK_S:
                 looked_s = time.monotonic()
                 watch.look(step)
@@ -225,9 +225,12 @@ def _has_ended(call: Any, *, within_s: float) -> bool:
 
 
 def _news_of(actor: Any) -> News | None:
-    """Return what a device says that may be dead."""
+    """Return what a device says; None from one that is dead, or frozen."""
+    asked = actor.control.remote("news")
+    if not _has_ended(asked, within_s=NEWS_S):
+        return None
     try:
-        found: News = ray.get(actor.control.remote("news"))
+        found: News = ray.get(asked)
     except RayActorError:
         return None
     return found
