@@ -229,7 +229,10 @@ def _admitted(
     """Return the model that the job will run on."""
     own = OwnBlobs(owner, blobs=box.blobs, owners=box.owners, sent=sent)
     try:
-        model = admit(spec, workers=workers, fleet=box.fleet, blobs=own)
+        try:
+            model = admit(spec, workers=workers, fleet=box.fleet, blobs=own)
+        except UnknownModel:  # what is known of workers may be a second old
+            model = admit(spec, workers=box.fleet.workers(), fleet=box.fleet, blobs=own)
     except UnknownModel as error:
         if forward is None:
             raise
