@@ -25,11 +25,11 @@ LONGEST_FILE = 500
 # is read by everybody who comes later: a feature brings its own by taking others out. A number is
 # raised in a commit that says what was bought, and lowered whenever there is less.
 MOST_LINES = {
-    "client/gradbox": 17_200,
+    "client/gradbox": 16_200,
     "client/gradbox_factors": 2_050,
-    "service/gradbox_service": 13_050,
+    "service/gradbox_service": 13_200,
     "worker/gradbox_engine": 16_550,
-    "worker/gradbox_worker": 16_000,
+    "worker/gradbox_worker": 14_650,
 }
 SHORTEST_FILE = 25
 IMPORT_S = 0.15
