@@ -5,8 +5,8 @@
     gradbox:busy:MINUTE    hash: worker → milliseconds
 
 An attempt is charged once, in the transaction that ends it, however it ends: done, failed,
-cancelled, lost, given back. That appends one charge to a list; the service process that leads adds
-up what is in the list, and whoever reads adds what is still in it.
+cancelled, lost, given back. That appends one charge to a list. The service process that leads adds
+up what is in the list once a second, and whoever reads the sums does so first.
 
 An attempt's device seconds are those in which a worker held it, spread over the hours that it ran
 in. The bytes of a result count in the hour in which the job ended, and so does the job.
@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass, field
-from typing import Final, Protocol
+from typing import Final, Protocol, cast
 
 import redis
 from redis.client import Pipeline
@@ -34,7 +34,6 @@ HOURS_KEPT: Final = 35 * 24
 MINUTES_KEPT: Final = 120
 CHARGES: Final = "gradbox:charges"
 ADDED_UP: Final = "gradbox:charges:added-up"  # how many ever were
-ADDED_AT_ONCE: Final = 1000
 
 
 @dataclass(frozen=True)
@@ -83,38 +82,28 @@ class Usage:
     def by_hour(self, first: int, last: int) -> UsedByHour:
         """Return, by hour, what each owner used; hours without use are left out."""
         found: dict[int, dict[str, Used]] = {}
-        hashes, charges = self._read(_hour_key, first, last)
-        for hour, fields in hashes:
+        for hour, fields in self._hashes(_hour_key, first, last):
             owners = found.setdefault(hour, {})
             for name, value in fields.items():
                 kind, _, owner = name.decode().partition(":")
                 if kind in _FIELDS:
                     more = Used(**{_FIELDS[kind]: int(value)})
                     owners[owner] = owners.get(owner, Used()) + more
-        for charge in charges:
-            add_use(found, charge)
-        return {hour: owners for hour, owners in found.items() if first <= hour <= last}
+        return found
 
     def busy_ms(self, first: int, last: int) -> BusyByWorker:
         """Return, by worker and minute, for how many milliseconds it held a job."""
         found: dict[str, dict[int, int]] = {}
-        hashes, charges = self._read(_minute_key, first, last)
-        for minute, fields in hashes:
+        for minute, fields in self._hashes(_minute_key, first, last):
             for worker, value in fields.items():
                 found.setdefault(worker.decode(), {})[minute] = int(value)
-        for charge in charges:
-            add_busy(found, charge)
-        shown = {
-            worker: {minute: ms for minute, ms in minutes.items() if first <= minute <= last}
-            for worker, minutes in found.items()
-        }
-        return {worker: minutes for worker, minutes in shown.items() if minutes}
+        return found
 
     def add_up(self) -> None:
-        """Add the oldest charges in the list to the sums, and have those expire in time."""
+        """Add the charges in the list to the sums, and have those expire in time."""
         with self._redis.pipeline() as reading:
             reading.get(ADDED_UP)
-            reading.lrange(CHARGES, 0, ADDED_AT_ONCE - 1)
+            reading.lrange(CHARGES, 0, -1)
             before, texts = reading.execute()
         if not texts:
             return
@@ -135,22 +124,20 @@ class Usage:
                 pipe.hincrby(_minute_key(minute), worker, busy)
                 pipe.expire(_minute_key(minute), MINUTES_KEPT * MINUTE_S)
         pipe.ltrim(CHARGES, len(texts), -1)
-        # Whoever was the leader a moment ago, and has read the same, finds another number.
+        # Whoever has read the same, and comes later, finds another number.
         pipe.set(ADDED_UP, int(before or 0) + len(texts))
         self._commands.run(pipe, where={ADDED_UP: before or ""})
 
-    def _read(
+    def _hashes(
         self, key: _Key, first: int, last: int
-    ) -> tuple[Iterable[tuple[int, Mapping[bytes, bytes]]], Iterable[Charge]]:
-        """Return the hashes that there are, and the charges that are in none yet."""
+    ) -> Iterable[tuple[int, Mapping[bytes, bytes]]]:
+        self.add_up()
         numbers = range(first, last + 1)
-        with self._redis.pipeline() as pipe:
+        with self._redis.pipeline(transaction=False) as pipe:
             for number in numbers:
                 pipe.hgetall(key(number))
-            pipe.lrange(CHARGES, 0, -1)
-            *answers, texts = pipe.execute()
-        hashes = [pair for pair in zip(numbers, answers, strict=True) if pair[1]]
-        return hashes, [_charge_in(text) for text in texts]
+            answers = cast("list[Mapping[bytes, bytes]]", pipe.execute())
+        return [pair for pair in zip(numbers, answers, strict=True) if pair[1]]
 
 
 def write(pipe: Pipeline, charge: Charge) -> None:

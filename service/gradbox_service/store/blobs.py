@@ -209,12 +209,12 @@ class BlobStore:
         Raises:
             StorageFull: the disk does not hold them.
         """
-        for digest, found in self._small.due():
-            content = self._small.read(digest)
-            if content is not None:
-                self.put(digest, [content])
-                os.utime(self.path(digest), (found.used_s, found.used_s))
-                self._small.remove(digest, unused_since_s=time.time())
+
+        def write(digest: str, content: bytes, found: FileUse) -> None:
+            self.put(digest, [content])
+            os.utime(self.path(digest), (found.used_s, found.used_s))
+
+        self._small.write_out(write)
 
     def remove(self, digest: str, *, unused_since_s: float) -> bool:
         """Remove the blob unless it was used after a time; return whether it went."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from io import BytesIO
@@ -127,10 +126,8 @@ class ResultStore:
         Raises:
             StorageFull: the disk does not hold them.
         """
-        for name, found in self._small.due():
-            content = self._small.read(name)
-            if content is None:
-                continue
+
+        def write(name: str, content: bytes, found: FileUse) -> None:
             job_id, _, attempt = name.rpartition(".")
             path = self.path(job_id, attempt=int(attempt))
             self.room.check(len(content), what="a result")
@@ -140,7 +137,8 @@ class ResultStore:
             os.utime(path, (found.used_s, found.written_s))
             if found.read_only:
                 path.chmod(FETCHED_MODE)
-            self._small.remove(name, unused_since_s=time.time())
+
+        self._small.write_out(write)
 
     def note_fetched(self, job_id: str, *, attempt: int) -> None:
         """Note that the job's owner has all of the result: its file is made read-only."""

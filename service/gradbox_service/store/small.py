@@ -12,7 +12,7 @@ and go into Redis's own file with it. What is kept for longer than `KEPT_S` move
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final, Literal, cast
 
@@ -130,14 +130,21 @@ class SmallFiles:
         keys = [self._key(name), self._used, self._fetched]
         return bool(self._remove(keys=keys, args=[name, repr(unused_since_s)]))
 
-    def due(self) -> Iterator[tuple[str, FileUse]]:
-        """Give the files that are to move to the data folder."""
+    def write_out(self, write: Callable[[str, bytes, FileUse], None]) -> None:
+        """Move the files that are due to the data folder.
+
+        Args:
+            write: writes one there.
+        """
         if self._redis is None:
             return
         memory = cast("dict[str, int]", self._redis.info("memory"))
         is_full = 0 < memory.get("maxmemory", 0) < FULL_FACTOR * memory["used_memory"]
         kept_s = KEPT_IF_FULL_S if is_full else KEPT_S
-        yield from self.all(unused_since_s=time.time() - kept_s)
+        for name, found in self.all(unused_since_s=time.time() - kept_s):
+            if (content := self.read(name)) is not None:
+                write(name, content, found)
+                self.remove(name, unused_since_s=time.time())
 
     def _key(self, name: str) -> str:
         return f"{self._used}:{name}"

@@ -217,13 +217,15 @@ def _wanted_range(
     of_this_file = (headers["ETag"], headers.get("Last-Modified"))
     if request.headers.get("if-range", headers["ETag"]) not in of_this_file:
         return None
-    found = [_RANGE.fullmatch(one) for one in ranges.split(",")]
-    if None in found:
+    if "," in ranges:
+        return None  # several are more than anybody needs
+    found = _RANGE.fullmatch(ranges)
+    if found is None:
         detail = f"expected a Range like bytes=0-99, bytes=100- or bytes=-100, got {wanted[:80]!r}"
         return problem_response(plain_problem(400, "bad-range", detail), request)
-    bounds = [_bounds(one, size_bytes) for one in found if one is not None]
-    if all(begin < end for begin, end in bounds):
-        return bounds[0] if len(bounds) == 1 else None  # several are more than anybody needs
+    begin, end = _bounds(found, size_bytes)
+    if begin < end:
+        return begin, end
     problem = plain_problem(
         416, "bad-range", f"the result has {size_bytes} bytes, got the Range {wanted[:80]!r}"
     )
