@@ -18,7 +18,7 @@ from benchmarks.page import section, table, verdicts
 from gradbox.protocol import ShardRef
 from gradbox_engine import Group
 from gradbox_engine.model.calling.shard_feed import Position, ShardFeed
-from gradbox_service.store import blob_store
+from gradbox_service.store import BlobStore
 from gradbox_worker.files.blob_tensors import BlobTensors
 
 NUM_SHARDS = 4
@@ -59,7 +59,7 @@ def _speed(clock: Clock, shards: list[dict[str, Tensor]]) -> float:
 
 def _stored(clock: Clock, shards: list[dict[str, Tensor]]) -> float:
     with tempfile.TemporaryDirectory(prefix="gradbox-bench-") as folder:
-        blobs = blob_store(Path(folder))
+        blobs = BlobStore(Path(folder))
         refs = []
         for shard in shards:
             content = save(shard)

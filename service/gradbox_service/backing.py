@@ -16,7 +16,7 @@ from gradbox_service.identity.tokens import Tokens
 from gradbox_service.jobs.records import Records
 from gradbox_service.jobs.turns import Turns
 from gradbox_service.settings import BadSettings, Settings
-from gradbox_service.store import BlobStore, ResultStore, blob_store, result_store
+from gradbox_service.store import BlobStore, ResultStore
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ class Backing:
             tokens=tokens,
             sessions=Sessions(connection, tokens=tokens),
             leadership=Leadership(connection),
-            blobs=blob_store(
+            blobs=BlobStore(
                 settings.data, connection=connection, reserve_bytes=settings.disk_reserve_bytes
             ),
-            results=result_store(
+            results=ResultStore(
                 settings.data, connection=connection, reserve_bytes=settings.disk_reserve_bytes
             ),
             owners=BlobOwners(connection),

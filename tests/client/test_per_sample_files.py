@@ -36,7 +36,7 @@ import torch
 torch.set_num_threads(1)
 from gradbox.protocol import JacobianSpec, Receipt, ShardRef
 from gradbox.tensors.safetensors_header import read_header
-from gradbox_service.store import blob_store
+from gradbox_service.store import BlobStore
 from gradbox_worker.work import Work
 from gradbox_worker.computations.execution import Execution
 from gradbox_worker.computations.kept_graphs import KeptGraphs
@@ -58,7 +58,7 @@ def run(name, shards, memory):
         job_id=name, attempt=1, model="wide", model_version=model.version, spec=spec,
         spec_digest="d", result_path=folder / f"{name}.safetensors", queued_s=0.0,
     )
-    return Execution(work=work, registry=registry, blobs=blob_store(folder / "data"),
+    return Execution(work=work, registry=registry, blobs=BlobStore(folder / "data"),
         kept=KeptGraphs(), observer=Silent(), result_memory_bytes=memory).execute()
 run("warm", ["0/"], memory)  # what torch allocates once
 done = run("job", ["0/", "1/"], memory)

@@ -12,7 +12,7 @@ import torch
 from gradbox import Gradient, Jacobian
 from gradbox.computations import Computation
 from gradbox_engine.ranges import Range
-from gradbox_service.store import blob_store
+from gradbox_service.store import BlobStore
 from gradbox_worker.cluster import shipping
 from gradbox_worker.cluster.device import ClusterDevice
 from gradbox_worker.cluster.leading import ranges_left
@@ -92,7 +92,7 @@ def test_blobs_are_fetched_into_a_folder_of_the_devices_own_when_they_are_opened
     monkeypatch.setattr(shipping, "_folder", lambda _: tmp_path)
     job = Gradient(model="mlp", inputs=SHARDS, loss=lambda z: z.sum())
     submission = job.prepare()
-    store = blob_store(tmp_path / "box")
+    store = BlobStore(tmp_path / "box")
     for blob in submission.blobs:
         store.put(blob.digest, list(blob.chunks()))
     work = work_of(job, tmp_path / "box")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gradbox.errors import BlobRejected, StorageFull
-from gradbox_service.store import BlobStore, ResultStore, Room, blob_store
+from gradbox_service.store import BlobStore, ResultStore, Room
 from gradbox_service.store import blobs as blobs_module
 from tests.disks import largest_file, small_disk
 from tests.service.boxes import blob_of, ones
@@ -27,7 +27,7 @@ def files_under(folder: Path) -> set[str]:
 
 def test_a_blob_is_stored_under_its_digest(tmp_path: Path) -> None:
     digest, data = blob_of({"x": ones(3)})
-    store = blob_store(tmp_path)
+    store = BlobStore(tmp_path)
     store.put(digest, [data[:10], data[10:]])
     assert store.path(digest) == tmp_path / "blobs" / digest[:2] / digest
     assert store.path(digest).read_bytes() == data
@@ -116,14 +116,14 @@ def test_a_sweep_removes_what_dead_uploads_left(tmp_path: Path) -> None:
         begun = time.time() - 2 * blobs_module.UNLOCKED_S
         with store.upload("live" * 16) as upload:
             upload.write([b"x"])
-            for path in (tmp_path / "incoming").iterdir():
+            for path in (tmp_path / "blobs" / "incoming").iterdir():
                 os.utime(path, (begun, begun))
             store.sweep()
-            assert names_in(tmp_path / "incoming") == ["dead", "live"]
+            assert names_in(tmp_path / "blobs" / "incoming") == ["dead", "live"]
             dying.kill()
             dying.wait()
             store.sweep()
-            assert names_in(tmp_path / "incoming") == ["live"]
+            assert names_in(tmp_path / "blobs" / "incoming") == ["live"]
 
 
 def names_in(folder: Path) -> list[str]:
@@ -145,6 +145,7 @@ def test_cached_headers_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_results_of_two_attempts_are_two_files(tmp_path: Path) -> None:
     store = ResultStore(tmp_path)
+    (tmp_path / "results").mkdir()
     for attempt in (1, 2):
         store.path("job", attempt=attempt).write_bytes(b"x")
         store.partial_path("job", attempt=attempt).write_bytes(b"x")
@@ -156,7 +157,7 @@ def test_an_upload_that_would_reach_into_the_reserve_is_refused_with_the_numbers
     tmp_path: Path,
 ) -> None:
     with small_disk(tmp_path / "disk", size_bytes=8 * MIB) as disk:
-        store = blob_store(disk, reserve_bytes=6 * MIB)
+        store = BlobStore(disk, reserve_bytes=6 * MIB)
         with pytest.raises(StorageFull, match=r"needs 4\.0 MiB.*8\.0 MiB.*6\.0 MiB"):
             store.upload("0" * 64, announced_bytes=4 * MIB)
         assert files_under(disk) == set()
@@ -164,7 +165,7 @@ def test_an_upload_that_would_reach_into_the_reserve_is_refused_with_the_numbers
 
 def test_an_upload_that_says_no_size_is_refused_while_it_grows(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", size_bytes=8 * MIB) as disk:
-        store = blob_store(disk, reserve_bytes=6 * MIB)
+        store = BlobStore(disk, reserve_bytes=6 * MIB)
         chunks = (bytes(MIB) for _ in range(8))
         with pytest.raises(StorageFull, match=r"6\.0 MiB are kept in reserve"):
             store.put("0" * 64, chunks)
@@ -174,7 +175,7 @@ def test_an_upload_that_says_no_size_is_refused_while_it_grows(tmp_path: Path) -
 
 def test_a_limit_on_file_sizes_is_a_full_disk(tmp_path: Path) -> None:
     with largest_file(MIB), pytest.raises(StorageFull, match="File too large"):
-        blob_store(tmp_path).put("0" * 64, [bytes(2 * MIB)])
+        BlobStore(tmp_path).put("0" * 64, [bytes(2 * MIB)])
     assert files_under(tmp_path) == set()
 
 

@@ -17,7 +17,7 @@ from gradbox.errors import BlobRejected, InvalidInputs, MissingBlobs
 from gradbox.protocol import ShardRef, TensorRef
 from gradbox.tensors.checksums import is_whole
 from gradbox.tensors.safetensors_header import read_header
-from gradbox_service.store import BlobStore, Room, blob_store
+from gradbox_service.store import BlobStore, Room
 from gradbox_worker.files.blob_tensors import MAX_OPEN_FILES, BlobTensors
 from gradbox_worker.files.result_file import write_result
 from gradbox_worker.files.safetensors_types import SAFETENSORS_NAMES
@@ -53,7 +53,7 @@ def same(left: Tensor, right: Tensor) -> bool:
 
 
 def test_every_dtype_is_read_as_it_was_written(tmp_path: Path) -> None:
-    blobs = blob_store(tmp_path)
+    blobs = BlobStore(tmp_path)
     digest = put(blobs, EVERY_DTYPE)
     with BlobTensors(blobs, device=CPU) as tensors:
         for name, expected in EVERY_DTYPE.items():
@@ -84,7 +84,7 @@ def test_mapped_tensors_of_every_dtype_are_those_of_the_file(tmp_path: Path) -> 
 
 
 def test_what_is_written_to_a_mapped_tensor_stays_out_of_the_file(tmp_path: Path) -> None:
-    blobs = blob_store(tmp_path)
+    blobs = BlobStore(tmp_path)
     ref = TensorRef(blob=put(blobs, {"x": torch.ones(5000)}), tensor="x")
     with BlobTensors(blobs, device=CPU) as tensors:
         tensors.shared(ref).zero_()
@@ -93,7 +93,7 @@ def test_what_is_written_to_a_mapped_tensor_stays_out_of_the_file(tmp_path: Path
 
 
 def test_a_blob_that_is_cut_short_while_it_is_read_is_said_to_be(tmp_path: Path) -> None:
-    blobs = blob_store(tmp_path)
+    blobs = BlobStore(tmp_path)
     ref = TensorRef(blob=put(blobs, {"x": torch.ones(5000)}), tensor="x")
     with BlobTensors(blobs, device=CPU) as tensors:
         tensors.tensor(ref)
@@ -104,7 +104,7 @@ def test_a_blob_that_is_cut_short_while_it_is_read_is_said_to_be(tmp_path: Path)
 
 
 def test_scalars_and_empty_tensors_are_read(tmp_path: Path) -> None:
-    blobs = blob_store(tmp_path)
+    blobs = BlobStore(tmp_path)
     digest = put(blobs, {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 3)})
     with BlobTensors(blobs, device=CPU) as tensors:
         shard = tensors.shard(ShardRef(blob=digest))
@@ -113,14 +113,14 @@ def test_scalars_and_empty_tensors_are_read(tmp_path: Path) -> None:
 
 
 def test_a_prefix_picks_a_shard_and_leaves_the_argument_names(tmp_path: Path) -> None:
-    blobs = blob_store(tmp_path)
+    blobs = BlobStore(tmp_path)
     digest = put(blobs, {"0/x": torch.zeros(1), "0/y": torch.ones(1), "1/x": torch.ones(1)})
     with BlobTensors(blobs, device=CPU) as tensors:
         assert set(tensors.shard(ShardRef(blob=digest, prefix="0/"))) == {"x", "y"}
 
 
 def test_a_shard_changed_in_place_is_read_afresh_for_its_replay(tmp_path: Path) -> None:
-    blobs = blob_store(tmp_path)
+    blobs = BlobStore(tmp_path)
     digest = put(blobs, {"x": torch.ones(2)})
     with BlobTensors(blobs, device=CPU) as tensors:
         shards = tensors.shards([ShardRef(blob=digest)])
@@ -129,7 +129,7 @@ def test_a_shard_changed_in_place_is_read_afresh_for_its_replay(tmp_path: Path) 
 
 
 def test_as_few_files_are_open_as_the_bound_says(tmp_path: Path) -> None:
-    blobs = blob_store(tmp_path)
+    blobs = BlobStore(tmp_path)
     digests = [put(blobs, {"x": torch.tensor(float(i))}) for i in range(MAX_OPEN_FILES + 5)]
     with BlobTensors(blobs, device=CPU) as tensors:
         read = [tensors.shard(ShardRef(blob=digest))["x"].item() for digest in digests]
@@ -139,7 +139,7 @@ def test_as_few_files_are_open_as_the_bound_says(tmp_path: Path) -> None:
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
-    blobs = blob_store(tmp_path)
+    blobs = BlobStore(tmp_path)
     digest = put(blobs, {"x": torch.ones(1)})
     with BlobTensors(blobs, device=CPU) as tensors:
         with pytest.raises(InvalidInputs, match=r"a tensor 'y' in blob .*, which has 'x'"):
@@ -151,7 +151,7 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_a_blob_removed_after_its_header_was_read_is_missing(tmp_path: Path) -> None:
-    blobs = blob_store(tmp_path)
+    blobs = BlobStore(tmp_path)
     digest = put(blobs, {"x": torch.ones(1)})
     header = blobs.header(digest)
     blobs.path(digest).unlink()

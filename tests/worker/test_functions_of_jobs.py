@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradbox.protocol import TracedFunction
 from gradbox.tracing.trace import trace
-from gradbox_service.store import blob_store
+from gradbox_service.store import BlobStore
 from gradbox_worker.computations.engine_inputs import build_function
 from gradbox_worker.files.blob_tensors import BlobTensors
 
@@ -28,7 +28,7 @@ def test_functions_of_the_same_graph_are_one_key(tmp_path: Path) -> None:
     """Plans of per-sample jobs are kept by their readout, for jobs to come."""
     traced = (trace(function, positional=1) for function in (twice, twice, thrice))
     graphs = [TracedFunction(graph=found.graph, tensors={}) for found in traced]
-    with BlobTensors(blob_store(tmp_path), device=HOST) as tensors:
+    with BlobTensors(BlobStore(tmp_path), device=HOST) as tensors:
         first, again, other = (
             build_function(g, tensors, device=HOST, widened=False).function for g in graphs
         )

@@ -208,7 +208,7 @@ def _work(
     name: str, *, settings: Settings, device_settings: DeviceSettings, patience: Patience
 ) -> int:
     from gradbox_service.database.connection import connect
-    from gradbox_service.store import result_store
+    from gradbox_service.store import ResultStore
     from gradbox_worker.models import read_models_file
     from gradbox_worker.turns.presence import NameLock
     from gradbox_worker.turns.worker import Worker
@@ -223,7 +223,7 @@ def _work(
             name=name,
             redis_url=redis_url,
             settings=device_settings,
-            results=result_store(
+            results=ResultStore(
                 settings.data, connection=connection, reserve_bytes=settings.disk_reserve_bytes
             ),
             patience=patience,

@@ -8,8 +8,8 @@ To read in this order:
     blobs, results       the two kinds of files
 """
 
-from gradbox_service.store.blobs import BlobStore, Upload, blob_store
-from gradbox_service.store.results import ResultStore, result_store
+from gradbox_service.store.blobs import BlobStore, Upload
+from gradbox_service.store.results import ResultStore
 from gradbox_service.store.room import Room
 from gradbox_service.store.small import SMALL_BYTES
 
@@ -19,6 +19,4 @@ __all__ = [
     "ResultStore",
     "Room",
     "Upload",
-    "blob_store",
-    "result_store",
 ]

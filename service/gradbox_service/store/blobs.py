@@ -59,13 +59,18 @@ class BlobStore:
 
     def __init__(
         self,
-        root: Path,
+        data: Path,
         *,
         connection: redis.Redis | None = None,
         reserve_bytes: int | None = None,
     ) -> None:
-        self._root = root
-        self.room = Room(root, reserve_bytes)
+        """Open the blobs of the box whose data is in this folder; see `Room` for the reserve.
+
+        Args:
+            connection: of its Redis, where small ones are; without it all are files.
+        """
+        self._root = data / "blobs"
+        self.room = Room(self._root, reserve_bytes)
         self._small = SmallFiles(connection, "blob")
         # Of the blobs that were hashed, each with the file that was.
         self._headers: OrderedDict[str, tuple[FileState, SafetensorsHeader]] = OrderedDict()
@@ -338,17 +343,3 @@ def _undamaged(digest: str, content: bytes | None) -> bytes | None:
 def _is_unlocked(path: Path) -> bool:
     with path.open("rb") as file:
         return lock(file.fileno())
-
-
-def blob_store(
-    data: Path,
-    *,
-    connection: redis.Redis | None = None,
-    reserve_bytes: int | None = None,
-) -> BlobStore:
-    """Return the blobs of the box whose data is in this folder; see `Room` for the reserve.
-
-    Args:
-        connection: of its Redis, where small ones are; without it all are files.
-    """
-    return BlobStore(data / "blobs", connection=connection, reserve_bytes=reserve_bytes)

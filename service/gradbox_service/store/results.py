@@ -36,13 +36,14 @@ class ResultStore:
 
     def __init__(
         self,
-        root: Path,
+        data: Path,
         *,
         connection: redis.Redis | None = None,
         reserve_bytes: int | None = None,
     ) -> None:
-        self._root = root
-        self.room = Room(root, reserve_bytes)
+        """Open the results of the box whose data is in this folder, see `BlobStore`."""
+        self._root = data / "results"
+        self.room = Room(self._root, reserve_bytes)
         self._small = SmallFiles(connection, "result")
 
     def write(self, pipe: Pipeline, job_id: str, *, attempt: int, content: bytes) -> None:
@@ -193,17 +194,3 @@ class ResultStore:
 
 def _name(job_id: str, attempt: int) -> str:
     return f"{job_id}.{attempt}"
-
-
-def result_store(
-    data: Path,
-    *,
-    connection: redis.Redis | None = None,
-    reserve_bytes: int | None = None,
-) -> ResultStore:
-    """Return the results of the box whose data is in this folder; see `Room` for the reserve.
-
-    Args:
-        connection: of its Redis, where small ones are; without it all are files.
-    """
-    return ResultStore(data / "results", connection=connection, reserve_bytes=reserve_bytes)

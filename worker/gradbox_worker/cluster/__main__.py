@@ -20,7 +20,7 @@ from typing import Final
 from gradbox.printable import log_to_stderr
 from gradbox_service.database.connection import connect
 from gradbox_service.fleet import Fleet
-from gradbox_service.store import blob_store, result_store
+from gradbox_service.store import BlobStore, ResultStore
 from gradbox_worker.cluster.ray_environment import reach, start_here
 from gradbox_worker.device.descendants import MARK, Guardian, end_descendants
 from gradbox_worker.device.settings import DeviceSettings
@@ -94,12 +94,12 @@ def _run(options: argparse.Namespace, *, stopping: threading.Event) -> None:
             connection,
             devices,
             joined=joined,
-            results=result_store(
+            results=ResultStore(
                 options.data,
                 connection=connection,
                 reserve_bytes=options.disk_reserve_bytes,
             ),
-            blobs=blob_store(options.data, connection=connection),
+            blobs=BlobStore(options.data, connection=connection),
             patience=Patience(),
         )
         taker.recover()

@@ -24,7 +24,7 @@ import ray
 
 from gradbox.protocol import names_in
 from gradbox.tensors.safetensors_header import SafetensorsHeader
-from gradbox_service.store import BlobStore, Room, blob_store
+from gradbox_service.store import BlobStore, Room
 from gradbox_service.store.files import lock_file, make_folder, put_in_place
 from gradbox_worker.errors import DeviceNotStarted
 from gradbox_worker.models import ModelEntry, read_models_file
@@ -131,7 +131,7 @@ class OwnFolder:
 
     def blobs(self, shipped: ShippedInputs) -> FetchedBlobs:
         """Return the blobs of a job."""
-        return FetchedBlobs(shipped, blob_store(self.path))
+        return FetchedBlobs(shipped, BlobStore(self.path))
 
     def clear(self) -> None:
         """Remove the files of jobs that have ended."""

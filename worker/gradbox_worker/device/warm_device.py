@@ -14,7 +14,7 @@ from typing import Final
 import torch
 
 from gradbox.protocol import DeviceMemory, ModelView
-from gradbox_service.store import BlobStore, blob_store
+from gradbox_service.store import BlobStore
 from gradbox_worker.computations.checkpoints import Pace
 from gradbox_worker.computations.execution import Execution, StopNow
 from gradbox_worker.computations.job import LoadedJob
@@ -112,7 +112,7 @@ class WarmDevice:
         self.unusable = dict(unusable or {}) | {
             name: view.reason for name, view in views.items() if not view.usable
         }
-        self._blobs, self.kept = blobs or blob_store(settings.data), KeptGraphs()
+        self._blobs, self.kept = blobs or BlobStore(settings.data), KeptGraphs()
         pace_s = settings.checkpoint_after_s
         self._pace = None if pace_s is None else Pace.after(pace_s)
         self._gauge = Gauge(measured, self.registry)

@@ -20,7 +20,7 @@ from gradbox_service.database.connection import connect
 from gradbox_service.database.refusals import store_refuses, unless_refused
 from gradbox_service.fleet import Fleet
 from gradbox_service.jobs import Records, Turns
-from gradbox_service.store import blob_store, result_store
+from gradbox_service.store import BlobStore, ResultStore
 from gradbox_worker.device.entry import DeviceEntries, DeviceEntry
 from gradbox_worker.device.importing import import_for_jobs
 from gradbox_worker.device.last_step import LastStep
@@ -55,7 +55,7 @@ def serve(start: Start, orders: Orders) -> None:
             measured=notes.measured,
             known=start.known,
             unusable=start.unusable,
-            blobs=blob_store(start.settings.data, connection=connection),
+            blobs=BlobStore(start.settings.data, connection=connection),
             before_building=lambda name: notes.note(
                 building=ModelBuild(model=name, since_s=time.time())
             ),
@@ -82,7 +82,7 @@ def serve(start: Start, orders: Orders) -> None:
     attempts = Attempts(
         Records(connection),
         turns,
-        result_store(
+        ResultStore(
             start.settings.data, connection=connection, reserve_bytes=start.turns.disk_reserve_bytes
         ),
         start.turns.worker,
