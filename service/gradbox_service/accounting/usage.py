@@ -1,6 +1,6 @@
 """What each owner used of the box, by the hour, and when each worker was busy, by the minute.
 
-    gradbox:charges        list of the charges that are in no sum yet, as JSON
+    gradbox:charges        list of what is in no sum yet: (hash, field, amount) of each, as JSON
     gradbox:usage:HOUR     hash: `ms:`, `bytes:` and `jobs:OWNER`
     gradbox:busy:MINUTE    hash: worker → milliseconds
 
@@ -18,8 +18,10 @@ bytes, so that sums are exact.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Final, Protocol, cast
 
 import redis
@@ -107,22 +109,15 @@ class Usage:
             before, texts = reading.execute()
         if not texts:
             return
-        hours: dict[int, dict[str, Used]] = {}
-        workers: dict[str, dict[int, int]] = {}
-        for charge in map(_charge_in, texts):
-            add_use(hours, charge)
-            add_busy(workers, charge)
+        sums = Counter[tuple[str, str]]()
+        for key, name, amount in chain.from_iterable(map(json.loads, texts)):
+            sums[key, name] += amount
         pipe = self._redis.pipeline()
-        for hour, owners in hours.items():
-            for owner, used in owners.items():
-                for kind, attribute in _FIELDS.items():
-                    if amount := getattr(used, attribute):
-                        pipe.hincrby(_hour_key(hour), f"{kind}:{owner}", amount)
-            pipe.expire(_hour_key(hour), HOURS_KEPT * HOUR_S)
-        for worker, minutes in workers.items():
-            for minute, busy in minutes.items():
-                pipe.hincrby(_minute_key(minute), worker, busy)
-                pipe.expire(_minute_key(minute), MINUTES_KEPT * MINUTE_S)
+        for (key, name), amount in sums.items():
+            pipe.hincrby(key, name, amount)
+        for key in {key for key, _ in sums}:
+            is_hour = key.startswith(_hour_key(""))
+            pipe.expire(key, HOURS_KEPT * HOUR_S if is_hour else MINUTES_KEPT * MINUTE_S)
         pipe.ltrim(CHARGES, len(texts), -1)
         # Whoever has read the same, and comes later, finds another number.
         pipe.set(ADDED_UP, int(before or 0) + len(texts))
@@ -142,19 +137,14 @@ class Usage:
 
 def write(pipe: Pipeline, charge: Charge) -> None:
     """Charge an attempt by a transaction of the caller's."""
-    hours = {hour: astuple(used) for hour, used in charge.by_hour.items()}
-    text = json.dumps([charge.owner, charge.worker, hours, dict(charge.busy_ms)])
-    pipe.rpush(CHARGES, text)
-
-
-def _charge_in(text: bytes) -> Charge:
-    owner, worker, hours, minutes = json.loads(text)
-    return Charge(
-        owner,
-        worker,
-        by_hour={int(hour): Used(*amounts) for hour, amounts in hours.items()},
-        busy_ms={int(minute): ms for minute, ms in minutes.items()},
-    )
+    amounts = [
+        (_hour_key(hour), f"{kind}:{charge.owner}", getattr(used, attribute))
+        for hour, used in charge.by_hour.items()
+        for kind, attribute in _FIELDS.items()
+    ]
+    if charge.worker is not None:
+        amounts += [(_minute_key(m), charge.worker, busy) for m, busy in charge.busy_ms.items()]
+    pipe.rpush(CHARGES, json.dumps([amount for amount in amounts if amount[2]]))
 
 
 def add_use(hours: dict[int, dict[str, Used]], charge: Charge) -> None:
@@ -182,7 +172,7 @@ def spread(began_s: float, ended_s: float, *, width_s: int) -> dict[int, int]:
     return found
 
 
-def _hour_key(hour: int) -> str:
+def _hour_key(hour: int | str) -> str:
     return f"gradbox:usage:{hour}"
 
 
