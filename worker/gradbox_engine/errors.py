@@ -5,6 +5,7 @@
     ├── UnknownParameter (ValueError)   a `wrt` pattern that matches nothing
     ├── BadWeights (ValueError)         an overlay that does not fit the model
     ├── BadOutput (TypeError)           no floating-point tensor came out where z was looked for
+    ├── BadOptimizer (ValueError)       an optimizer, or an option of one, that torch does not have
     ├── BadPenalty (ValueError)         a penalty on something that is not there
     ├── ModelCallFailed                 the model, the readout or the loss raised; see __cause__
     ├── GraphInBuffer                   the model stores a graph in a buffer across shards
@@ -12,6 +13,7 @@
     ├── NoTangent                       an operation has no derivative of the kind that is needed
     ├── LossNotScalar (TypeError)       the loss is not one real number
     ├── LossNotFinite                   the loss is NaN or infinite
+    ├── GradientNotFinite               a gradient that a parameter was to be updated by is
     ├── ReplayMismatch                  a replay did not reproduce the first pass
     ├── CoupledShards                   a job over several ranges needs a buffer from shard to shard
     ├── DeviceLost                      a device that ran a range of shards is gone
@@ -50,6 +52,10 @@ class BadWeights(EngineError, ValueError):
 
 class BadOutput(EngineError, TypeError):
     """What the model returned does not hold a floating-point tensor where z was looked for."""
+
+
+class BadOptimizer(EngineError, ValueError):
+    """Torch has no such optimizer, or it refuses an option or a parameter."""
 
 
 class BadPenalty(EngineError, ValueError):
@@ -97,6 +103,10 @@ class LossNotScalar(EngineError, TypeError):
 
 class LossNotFinite(EngineError):
     """The loss is NaN or infinite, so it has no gradient."""
+
+
+class GradientNotFinite(EngineError):
+    """A gradient is NaN or infinite, so no parameter is updated by it."""
 
 
 class ReplayMismatch(EngineError):
