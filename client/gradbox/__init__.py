@@ -63,6 +63,8 @@ from gradbox.errors import QueueFull as QueueFull
 from gradbox.errors import ReplayMismatch as ReplayMismatch
 from gradbox.errors import ResultGone as ResultGone
 from gradbox.errors import ResultNotReady as ResultNotReady
+from gradbox.errors import RunConflict as RunConflict
+from gradbox.errors import RunNotFound as RunNotFound
 from gradbox.errors import ServiceUnavailable as ServiceUnavailable
 from gradbox.errors import StorageFull as StorageFull
 from gradbox.errors import TooManyRequests as TooManyRequests

@@ -13,6 +13,8 @@
     ├── Unauthorized                    no token, or not one this box knows
     ├── OwnerOnly                       what only the box's owner may ask for
     ├── JobNotFound                     no such job, or somebody else's
+    ├── RunNotFound                     no such run, state or save, or somebody else's
+    ├── RunConflict                     a step or a save out of turn: the run is elsewhere
     ├── IdempotencyConflict             one key, two different jobs
     ├── ResultNotReady                  the job has no result: it still runs, or it did not end well
     ├── ResultGone                      the job had a result, and it has been removed
@@ -184,6 +186,38 @@ class JobNotFound(GradboxError):
     title = "No such job"
     category = "user"
     status = 404
+
+
+class RunNotFound(GradboxError):
+    """No run, state or save of that name is visible to this token."""
+
+    code = "run-not-found"
+    title = "No such run"
+    category = "user"
+    status = 404
+
+
+class RunConflict(GradboxError):
+    """A step, a save or a deletion does not fit where the run is; the message says where that is.
+
+    Another client made the step, or is making it. Nothing has changed.
+
+    Attributes:
+        num_steps: how many steps the run has made.
+        under_way: the job of the step that follows, if it was posted.
+    """
+
+    code = "run-conflict"
+    title = "The run is elsewhere"
+    category = "user"
+    status = 409
+
+    def __init__(
+        self, message: str, *, num_steps: int | None = None, under_way: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.num_steps = num_steps
+        self.under_way = under_way
 
 
 class IdempotencyConflict(GradboxError):

@@ -12,6 +12,7 @@ from gradbox.errors import (
     GradboxError,
     InvalidRequest,
     JobFailed,
+    RunConflict,
     ServiceUnavailable,
 )
 
@@ -98,5 +99,8 @@ def _by_code() -> dict[str, type[GradboxError]]:
 
 def _raised(problem: Problem, kind: type[GradboxError]) -> GradboxError:
     error = kind(problem.detail)
+    if isinstance(error, RunConflict):
+        where = problem.model_extra or {}
+        error.num_steps, error.under_way = where.get("num_steps"), where.get("under_way")
     error.category = problem.category
     return error

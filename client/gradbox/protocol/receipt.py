@@ -61,6 +61,9 @@ class Receipt(View):
     Of a job that ran on several devices, `ranges` are the shards that each ran, and `bytes_moved`
     what crossed between them, by kind; `not_split` says why a job that asked
     for several ran on one.
+    Of a step, `run` and `step` name it, `grad_norm` is ‖dL/dθ‖₂ before it was clipped, and `lr` the
+    rates of the optimizer's groups. Of a job on a run's weights, `state_run` and `state_step` say
+    which they were.
     `peak_memory_bytes` is the process's peak on a CPU (model included), the allocator's on CUDA.
     """
 
@@ -104,6 +107,12 @@ class Receipt(View):
     ranges: list[RangeView] | None = None
     bytes_moved: dict[str, int] | None = None
     not_split: str | None = None
+    run: str | None = None
+    step: int | None = None
+    grad_norm: float | None = None
+    lr: list[float] | None = None
+    state_run: str | None = None
+    state_step: int | None = None
     seconds: Seconds
     peak_memory_bytes: int
     memory_before_bytes: int

@@ -10,7 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -33,30 +33,79 @@ from gradbox.protocol.spec_fields import (
     DifferentiatedSpec,
     Identifier,
     InputGroup,
+    JobId,
     LossSpec,
     PenaltySpec,
+    SaveName,
     Scalar,
     ShardRef,
     SharedSpec,
+    StateRef,
     TensorRef,
     TracedFunction,
     Wire,
 )
 
 Returned = Literal["grads", "input_grads", "outputs", "cotangents", "buffers"]
+Rate = Annotated[float, Field(ge=0), NUMBER]
+Positive = Annotated[float, Field(gt=0), NUMBER]
 CotangentReturned = Literal["grads", "input_grads"]
 MixedReturned = Literal["grads", "dfdz"]
 ForwardReturned = Literal["outputs", "buffers"]
 
 
-class GradientSpec(DifferentiatedSpec, frozen=True):
-    """dL/dθ of a loss over all shards."""
+class SetLossSpec(DifferentiatedSpec, frozen=True):
+    """The fields of computations that differentiate a loss over all shards."""
 
-    computation: Literal["gradient"]
     loss: LossSpec
     loss_inputs: Entries[Identifier, TensorRef | Scalar] = {}
     penalties: Annotated[Items[PenaltySpec], Field(max_length=1000)] = []
+
+
+class GradientSpec(SetLossSpec, frozen=True):
+    """dL/dθ of a loss over all shards."""
+
+    computation: Literal["gradient"]
     returns: Annotated[Items[Returned], Field(min_length=1)] = ["grads"]
+
+
+class Update(Wire, frozen=True):
+    """What a step of a run has beside a gradient: which it is, and how its optimizer updates.
+
+    `lr` is the rate from this step on: one, or one for each group of the optimizer and one for the
+    rest. Gradients are cut to ± `clip_value`, then scaled to a norm of at most `clip_norm`.
+    """
+
+    computation: Literal["step"]
+    run: JobId
+    number: Annotated[int, Field(ge=1, lt=2**53), NUMBER]
+    lr: Rate | Annotated[Items[Rate], Field(min_length=1, max_length=101)] | None = None
+    clip_norm: Positive | None = None
+    clip_value: Positive | None = None
+
+
+class StepSpec(SetLossSpec, Update, frozen=True):
+    """A step of a run: dL/dθ at the run's weights, by which its optimizer then updates them.
+
+    Model, wrt, mode and precision are the run's, and the seed is `step_seed` of the run's and
+    `number`; whoever posts a step may leave them out.
+    """
+
+    returns: Items[Returned] = []
+
+
+class StateSpec(SharedSpec, frozen=True):
+    """The state of a run, written: its weights as a result, or all of it under the name `save`.
+
+    Nobody posts one: the box makes it of a request for weights or a save. `state` names a run and
+    a step.
+    """
+
+    computation: Literal["state"]
+    inputs: Annotated[Items[InputGroup], Field(max_length=0)] = []
+    state: StateRef
+    save: SaveName | None = None
+    shared: bool = False
 
 
 class ForwardSpec(DifferentiatedSpec, frozen=True):
@@ -98,18 +147,15 @@ class MixedGradientSpec(SharedSpec, frozen=True):
     returns: Annotated[Items[MixedReturned], Field(min_length=1)] = ["grads"]
 
 
-class CotangentGradientSpec(Wire, RunOptions, frozen=True):
-    """A `GradientSpec` as it is posted where its loss is cotangents.
+class AtCotangents(Wire, RunOptions, frozen=True):
+    """A computation as it is posted where its loss is cotangents.
 
     Seed, weights, inputs, mode and all else that decided the outputs are those of the job that the
     loss names, so they cannot be given.
     """
 
     protocol: Annotated[Literal[1], NUMBER] = PROTOCOL
-    computation: Literal["gradient"]
     loss: CotangentsLoss
-    wrt: Annotated[Items[str], Field(min_length=1)] | None = None
-    returns: Annotated[Items[CotangentReturned], Field(min_length=1)] = ["grads"]
 
     @model_validator(mode="before")
     @classmethod
@@ -124,29 +170,76 @@ class CotangentGradientSpec(Wire, RunOptions, frozen=True):
         return given
 
 
+class CotangentGradientSpec(AtCotangents, frozen=True):
+    """A `GradientSpec` at cotangents."""
+
+    computation: Literal["gradient"]
+    wrt: Annotated[Items[str], Field(min_length=1)] | None = None
+    returns: Annotated[Items[CotangentReturned], Field(min_length=1)] = ["grads"]
+
+
+class CotangentStepSpec(AtCotangents, Update, frozen=True):
+    """A `StepSpec` at cotangents of outputs that were computed at the run's weights."""
+
+    returns: Items[CotangentReturned] = []
+
+
 JobSpec = Annotated[
-    GradientSpec | ForwardSpec | PerSampleGradientSpec | JacobianSpec | MixedGradientSpec,
+    GradientSpec
+    | StepSpec
+    | StateSpec
+    | ForwardSpec
+    | PerSampleGradientSpec
+    | JacobianSpec
+    | MixedGradientSpec,
     Field(discriminator="computation"),
 ]
 
 JOB_SPEC: Final[TypeAdapter[JobSpec]] = TypeAdapter(JobSpec)
 
 
-def parse_posted(body: bytes) -> JobSpec | CotangentGradientSpec:
+Posted = TypeVar("Posted", bound=BaseModel)
+PostedSpec = JobSpec | CotangentGradientSpec | CotangentStepSpec
+
+
+def posted_document(body: bytes) -> dict[str, Any]:
+    """Read the JSON of what is posted.
+
+    Raises:
+        InvalidJob: it is none, no object, or an object in it names something twice.
+    """
+    document = _parse_json(body)
+    _NAMES.decode(body.decode())
+    if not isinstance(document, dict):
+        raise InvalidJob(f"the body: expected an object, got {_shown(document)}")
+    return document
+
+
+def parse_posted(body: bytes | dict[str, Any]) -> PostedSpec:
     """Read a job spec as it is posted.
 
     Raises:
         InvalidJob: as `parse_spec`; or an object names something twice.
     """
-    document = _parse_json(body)
-    _NAMES.decode(body.decode())
+    document = body if isinstance(body, dict) else posted_document(body)
     match document:
         case {"computation": "gradient", "loss": {"kind": "cotangents"}}:
-            try:
-                return CotangentGradientSpec.model_validate(document)
-            except ValidationError as error:
-                raise InvalidJob(describe_validation(error)) from None
+            return parse_as(CotangentGradientSpec, document)
+        case {"computation": "step", "loss": {"kind": "cotangents"}}:
+            return parse_as(CotangentStepSpec, document)
     return _validated(document)
+
+
+def parse_as(kind: type[Posted], document: dict[str, Any]) -> Posted:
+    """Read what is posted and is no job.
+
+    Raises:
+        InvalidJob: it is not of this kind; the message is as of `parse_spec`.
+    """
+    try:
+        return kind.model_validate(document)
+    except ValidationError as error:
+        raise InvalidJob(describe_validation(error)) from None
 
 
 def parse_spec(body: bytes | str | dict[str, Any]) -> JobSpec:
@@ -233,7 +326,7 @@ def _shown(given: Any, *, inside: bool = False) -> str:
     return text if len(text) <= 120 else f"{text[:120]}…"
 
 
-def spec_digest(spec: JobSpec) -> str:
+def spec_digest(spec: BaseModel) -> str:
     """Return the SHA-256 of the spec's canonical JSON (sorted keys, no spaces, no defaults)."""
     plain = spec.model_dump(mode="json", exclude_defaults=True)
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
@@ -241,13 +334,18 @@ def spec_digest(spec: JobSpec) -> str:
 
 
 def names_in(value: object) -> Iterator[str]:
-    """Give every blob and job that a part of a spec names, wherever in it that is."""
+    """Give every blob and job that a part of a spec names, wherever in it that is.
+
+    A saved state is named RUN/NAME.
+    """
     if isinstance(value, TensorRef | ShardRef):
         yield value.blob
     elif isinstance(value, CotangentsLoss):
         yield value.forward
     elif isinstance(value, SampleSpec) and value.against is not None:
         yield value.against
+    elif isinstance(value, StateRef) and value.save is not None:
+        yield f"{value.run}/{value.save}"
     if isinstance(value, BaseModel):
         for name in type(value).model_fields:
             yield from names_in(getattr(value, name))

@@ -6,7 +6,7 @@ A spec holds no tensors: it names blobs by digest and tensors inside them by nam
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -14,6 +14,7 @@ from pydantic import (
     Field,
     StrictBool,
     StringConstraints,
+    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
@@ -35,6 +36,10 @@ Digest = Annotated[str, StringConstraints(pattern=f"^{DIGEST.pattern}$")]
 Identifier = Annotated[str, StringConstraints(pattern=f"^{IDENTIFIER.pattern}$")]
 JobId = Annotated[str, StringConstraints(pattern=f"^{JOB_ID.pattern}$")]
 StreamNumber = Annotated[int, Field(ge=0, lt=2**63), NUMBER]
+# Part of addresses.
+SaveName = Annotated[
+    str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)
+]
 TensorName = Annotated[str, StringConstraints(min_length=1, max_length=500)]
 Scalar = bool | int | float | str | None
 
@@ -159,14 +164,35 @@ class PenaltySpec(Wire, frozen=True):
 LossSpec = Annotated[GraphLoss | BuiltinLoss | CotangentsLoss, Field(discriminator="kind")]
 
 
+class StateRef(Wire, frozen=True):
+    """The state of a run: after its step `step`, as it was saved under `save`, or the newest.
+
+    A save is named apart from its run, so either is enough.
+    """
+
+    run: JobId | None = None
+    step: Annotated[int, Field(ge=0, lt=2**53), NUMBER] | None = None
+    save: SaveName | None = None
+
+    @model_validator(mode="after")
+    def _of_something(self) -> Self:
+        if self.run is None and self.save is None:
+            raise PydanticCustomError("state", "expected a run or a save")
+        return self
+
+
 class SharedSpec(Wire, JobOptions, frozen=True):
-    """The fields of every computation: its options, and what the model is called with."""
+    """The fields of every computation: its options, and what the model is called with.
+
+    `state` is a run whose weights and buffers are laid over the model's, before `weights`.
+    """
 
     protocol: Annotated[Literal[1], NUMBER] = PROTOCOL
     model: Annotated[str, StringConstraints(min_length=1, max_length=300)]
     inputs: Annotated[Items[InputGroup], Field(min_length=1, max_length=MAX_GROUPS)]
     readout: TracedFunction | None = None
     weights: Entries[str, ConstantRef] = {}
+    state: StateRef | None = None
 
 
 class DifferentiatedSpec(SharedSpec, GradientOptions, frozen=True):
