@@ -11,6 +11,7 @@ from pathlib import Path
 
 from gradbox_service.fleet import Fleet
 from gradbox_service.jobs import Records, Turns
+from gradbox_service.runs import Runs
 from gradbox_service.store import BlobStore, ResultStore
 from gradbox_worker.device.entry import DeviceEntry
 from gradbox_worker.device.last_step import LastStep
@@ -18,6 +19,7 @@ from gradbox_worker.device.orders import Orders
 from gradbox_worker.device.settings import DeviceSettings
 from gradbox_worker.device.warm_device import WarmDevice
 from gradbox_worker.errors import ModelsFileError
+from gradbox_worker.runs import RecordedRuns
 from gradbox_worker.turns.presence import Announcer
 from gradbox_worker.turns.serving import take_turns
 from gradbox_worker.turns.supervision import AttemptWatch, Patience
@@ -59,12 +61,13 @@ class InThreadWorker:
         self._settings = DeviceSettings(
             models_file=models_file, data=results.path("x", attempt=1).parent.parent, device=device
         )
-        self._blobs = blobs
+        self._blobs, runs = blobs, Runs(records._redis)
+        self._book = RecordedRuns(runs, records, results)
         self._name, self._records, self._turns, self._fleet = name, records, turns, fleet
         self._announcer = Announcer(fleet, name=name)
         self._orders, self._step = Orders(), LastStep()
         self._runner = TurnRunner(
-            Attempts(records, turns, results, name),
+            Attempts(records, turns, results, runs, name),
             self._opened(),
             self._orders,
             self._step,
@@ -122,7 +125,7 @@ class InThreadWorker:
             self._announcer.note_reload(asked, error=str(error))
 
     def _opened(self) -> SharedDevice:
-        device = SharedDevice(self._settings, blobs=self._blobs)
+        device = SharedDevice(self._settings, blobs=self._blobs, book=self._book)
         self._fleet.describe([view for view in device.views if view.usable])
         entry = DeviceEntry(
             placement=device.placement, models=device.models, unusable=device.unusable

@@ -9,6 +9,7 @@ A job is submitted, admitted, handed out and computed:
 
 What that stands on:
 
+    runs          training on the box: which steps were made, and where states are
     fleet         the workers, the models they offer, and whether they are handed jobs
     accounting    what each owner used, and which blobs are theirs
     identity      who may use the box: tokens, sessions, revocations

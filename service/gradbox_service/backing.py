@@ -15,13 +15,15 @@ from gradbox_service.identity.sessions import Sessions
 from gradbox_service.identity.tokens import Tokens
 from gradbox_service.jobs.records import Records
 from gradbox_service.jobs.turns import Turns
+from gradbox_service.runs.files import RunFiles
+from gradbox_service.runs.records import Runs
 from gradbox_service.settings import BadSettings, Settings
 from gradbox_service.store import BlobStore, ResultStore
 
 
 @dataclass(frozen=True)
 class Backing:
-    """Records, use, turns, fleet, mode, tokens, sessions, lock, files, owners."""
+    """Records, use, turns, fleet, mode, tokens, sessions, lock, files, owners, runs."""
 
     records: Records
     usage: Usage
@@ -34,6 +36,8 @@ class Backing:
     blobs: BlobStore
     results: ResultStore
     owners: BlobOwners
+    runs: Runs
+    run_files: RunFiles
 
     @classmethod
     def on_redis(cls, settings: Settings) -> Backing:
@@ -65,4 +69,6 @@ class Backing:
                 settings.data, connection=connection, reserve_bytes=settings.disk_reserve_bytes
             ),
             owners=BlobOwners(connection),
+            runs=Runs(connection),
+            run_files=RunFiles(settings.data / "runs"),
         )

@@ -118,7 +118,7 @@ class Settings(BaseSettings):
     disk_reserve_bytes: Bytes | None = None
     """what stays free on the disk; the larger of 1 GiB and 5 % of the disk if not given"""
     owner_quota_bytes: Bytes | None = None
-    """what one owner's blobs and results may take together; without it there is no limit"""
+    """what one owner's blobs, results and states may take together; without it there is no limit"""
     storage_share: Annotated[float, Field(gt=0, le=1)] = 0.8
     """what all blobs and results may take of the room there is: theirs and what is free"""
     result_age_s: Seconds = 7 * DAY_S
@@ -127,8 +127,10 @@ class Settings(BaseSettings):
     """when a blob goes that nobody has used for so long"""
     record_age_s: Seconds = 90 * DAY_S
     """when the record of a job goes, after the job's end"""
+    run_age_s: Seconds = 30 * DAY_S
+    """when a run goes that has made no step for so long, unless states of it are saved"""
     clean_every_s: Seconds = 60.0
-    """how often expired results, blobs and records are looked for"""
+    """how often expired results, blobs, records and runs are looked for"""
 
     fsync: Literal["everysec", "always"] = "everysec"
     """when the embedded Redis flushes to disk; everysec may lose a second in a power cut"""

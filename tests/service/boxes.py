@@ -23,6 +23,7 @@ from gradbox.protocol import (
     parse_spec,
 )
 from gradbox_service.backing import Backing
+from gradbox_service.database.conditional_commands import Beside
 from gradbox_service.fleet import WorkerPresence
 from gradbox_service.jobs import JobRecord, Records
 
@@ -145,7 +146,9 @@ def finish_small(box: Backing, job_id: str, *, data: bytes, attempt: int = 1) ->
     box.records.update(
         job_id,
         partial(JobRecord.finish, attempt=attempt, result=result, now_s=time.time()),
-        beside=partial(box.results.write, job_id=job_id, attempt=attempt, content=data),
+        beside=lambda _: Beside(
+            partial(box.results.write, job_id=job_id, attempt=attempt, content=data)
+        ),
     )
 
 

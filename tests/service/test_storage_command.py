@@ -39,8 +39,8 @@ def test_it_lists_what_each_owner_takes(
     report = json.loads(capsys.readouterr().out)
     size_bytes = backing.blobs.size_bytes(blob)
     assert report["owners"] == [
-        {"owner": "ann", "blob_bytes": size_bytes, "result_bytes": 0},
-        {"owner": "bob", "blob_bytes": 0, "result_bytes": 6},
+        {"owner": "ann", "blob_bytes": size_bytes, "result_bytes": 0, "run_bytes": 0},
+        {"owner": "bob", "blob_bytes": 0, "result_bytes": 6, "run_bytes": 0},
     ]
     assert report["free_bytes"] > report["reserve_bytes"] > 0
     assert run(*where) == 0

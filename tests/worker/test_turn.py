@@ -52,6 +52,8 @@ class ScriptedDevice:
     def rest(self) -> float | None:
         return None
 
+    def close(self) -> None: ...
+
 
 class LosesAnswers(Records):
     """The first change to a state is made, and its answer lost.
@@ -91,6 +93,7 @@ def runner(
             box.backing.records,
             box.backing.turns,
             box.backing.results,
+            box.backing.runs,
             "w",
             leaving=lambda: leaving,
         ),

@@ -34,11 +34,31 @@ class Work:
 
 
 @dataclass(frozen=True)
+class StepMade:
+    """A step of a run, as its record takes it.
+
+    `loss` is None where the laptop had it.
+    """
+
+    run: str
+    number: int
+    loss: float | None
+    grad_norm: float
+    lr: list[float]
+
+
+@dataclass(frozen=True)
 class Finished:
-    """The result file stands at `Work.result_path`, or here: one that is to be in Redis."""
+    """The result file stands at `Work.result_path`, or here: one that is to be in Redis.
+
+    Of a step, `step` is what its run's record takes; of a state that was saved, `saved_bytes` is
+    what its file takes.
+    """
 
     result: ResultView
     content: bytes | None = None
+    step: StepMade | None = None
+    saved_bytes: int | None = None
 
 
 @dataclass(frozen=True)

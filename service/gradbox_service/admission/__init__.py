@@ -8,15 +8,17 @@ worker's to judge. Nothing here knows HTTP.
 To read in this order:
 
     posting                  the way of a body to a queued job, and of the blobs in it
+    training                 runs, their steps, and the jobs that save a state or answer with one
     limits, quota            what one user may ask for, and have; what would be more than fits
     admit                    the checks of all computations, and each one's own
     model, tensors           what a spec names, found on this box, and do the shards fit the model
     parameters, functions    do names in `wrt` and `weights`, and graphs
     gradient, per_sample, mixed_gradient    what one computation alone has to fulfil
+    run_state                which weights a job on those of a run has
     earlier_job              a job that this one reads: the rows of `against`, for one
     forward_job              cotangents, and the job whose outputs they belong to
 """
 
-from gradbox_service.admission.posting import post
+from gradbox_service.admission.posting import Admission, Sent, post
 
-__all__ = ["post"]
+__all__ = ["Admission", "Sent", "post"]

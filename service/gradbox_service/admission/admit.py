@@ -16,6 +16,8 @@ from gradbox.protocol import (
     ModelView,
     PerSampleGradientSpec,
     SharedSpec,
+    StateSpec,
+    StepSpec,
 )
 from gradbox_service.accounting.blob_owners import OwnBlobs
 from gradbox_service.admission import gradient, mixed_gradient, per_sample
@@ -48,6 +50,8 @@ class Own:
 
 OWN: Final[Mapping[type[SharedSpec], Own]] = {
     GradientSpec: Own(gradient.references, gradient.check),
+    StepSpec: Own(gradient.references, gradient.check),
+    StateSpec: Own(lambda spec: (), lambda spec, *, model, tensors: None),
     ForwardSpec: Own(lambda spec: (), check_wrt),  # what its gradient jobs will differentiate
     PerSampleGradientSpec: Own(per_sample.references_of_gradient, per_sample.check_gradient),
     JacobianSpec: Own(per_sample.references_of_jacobian, per_sample.check_jacobian),

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from gradbox.errors import InvalidInputs, UnknownModel
 from gradbox.protocol import (
     CotangentGradientSpec,
     CotangentsLoss,
+    CotangentStepSpec,
     ForwardSpec,
-    GradientSpec,
     RunOptions,
+    SetLossSpec,
     SharedSpec,
     option_names,
 )
@@ -29,6 +30,8 @@ KIND: Final = "forward job"
 # What a job says for itself, whatever job it continues.
 OWN: Final = option_names(RunOptions) | {"protocol"}
 
+Whole = TypeVar("Whole", bound=SetLossSpec)
+
 
 @dataclass(frozen=True)
 class ForwardJob:
@@ -38,12 +41,18 @@ class ForwardJob:
     spec: ForwardSpec
     outputs: Mapping[str, TensorEntry]
 
-    def complete(self, posted: CotangentGradientSpec) -> GradientSpec:
-        """Return the whole spec: all that decided the outputs is this job's."""
+    def complete(
+        self, posted: CotangentGradientSpec | CotangentStepSpec, kind: type[Whole], **of_run: Any
+    ) -> Whole:
+        """Return the whole spec: all that decided the outputs is this job's.
+
+        Args:
+            of_run: fields that a step has from its run.
+        """
         settled = {field: getattr(self.spec, field) for field in set(SharedSpec.model_fields) - OWN}
-        own = {field: getattr(posted, field) for field in CotangentGradientSpec.model_fields}
+        own = {field: getattr(posted, field) for field in type(posted).model_fields}
         model = f"{self.record.model}@{self.record.model_version}"
-        return GradientSpec(**(settled | own | {"model": model}))
+        return kind(**(settled | own | {"model": model} | of_run))
 
     def outlived(self) -> UnknownModel:
         """Return the error of a box that has another version of its model by now, or none."""

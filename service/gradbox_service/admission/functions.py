@@ -5,13 +5,13 @@ from __future__ import annotations
 from gradbox.builtin_losses.signatures import check_builtin
 from gradbox.errors import InvalidInputs
 from gradbox.graphs.check import check_graph
-from gradbox.protocol import BuiltinLoss, GradientSpec, GraphLoss, SharedSpec
+from gradbox.protocol import BuiltinLoss, GraphLoss, SetLossSpec, SharedSpec
 
 # readout(output, inputs)
 READOUT_ARGUMENTS = 2
 
 
-def check_loss(spec: GradientSpec) -> None:
+def check_loss(spec: SetLossSpec) -> None:
     """Check the loss.
 
     One group of inputs is its first argument whatever it is called; several are arguments by name.
@@ -41,7 +41,7 @@ def check_readout(spec: SharedSpec) -> None:
         check_graph(graph, tensors, positional=READOUT_ARGUMENTS, arguments=())
 
 
-def check_penalties(spec: GradientSpec) -> None:
+def check_penalties(spec: SetLossSpec) -> None:
     """Check the penalties' losses and scales.
 
     Raises:

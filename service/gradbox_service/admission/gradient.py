@@ -1,9 +1,17 @@
-"""What only a `Gradient` has to fulfil: its loss, its penalties, and what it differentiates by."""
+"""What only a `Gradient` or a step has to fulfil: loss, penalties, what it differentiates by."""
 
 from __future__ import annotations
 
 from gradbox.errors import InvalidInputs
-from gradbox.protocol import CotangentsLoss, GradientSpec, GraphLoss, ModelView, TensorRef
+from gradbox.protocol import (
+    CotangentsLoss,
+    GradientSpec,
+    GraphLoss,
+    ModelView,
+    SetLossSpec,
+    StepSpec,
+    TensorRef,
+)
 from gradbox_service.admission.functions import check_loss, check_penalties
 from gradbox_service.admission.parameters import (
     check_dtypes_of_gradients,
@@ -18,7 +26,7 @@ from gradbox_service.admission.tensors import (
 )
 
 
-def references(spec: GradientSpec) -> References:
+def references(spec: SetLossSpec) -> References:
     """Give the references of the loss and of the penalties."""
     if isinstance(spec.loss, GraphLoss):
         yield from function_references("loss", spec.loss.function)
@@ -32,7 +40,7 @@ def references(spec: GradientSpec) -> References:
         )
 
 
-def check(spec: GradientSpec, *, model: ModelView, tensors: TensorHeaders) -> None:
+def check(spec: GradientSpec | StepSpec, *, model: ModelView, tensors: TensorHeaders) -> None:
     """Check the job.
 
     Raises:
@@ -54,7 +62,7 @@ def check(spec: GradientSpec, *, model: ModelView, tensors: TensorHeaders) -> No
         check_input_gradients(spec, tensors=tensors)
 
 
-def _loss_parameters(spec: GradientSpec) -> list[str]:
+def _loss_parameters(spec: SetLossSpec) -> list[str]:
     """Return the names under which gradients of the loss's own tensors come back."""
     names = [
         f"loss_inputs.{name}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Final
 
 from gradbox.errors import InvalidJob, OwnerOnly, QueueFull, ServiceUnavailable, StorageFull
-from gradbox.protocol import CotangentGradientSpec, JobSpec
+from gradbox.protocol import PostedSpec
 from gradbox.protocol.options import DEFAULT_TIMEOUT_S
 from gradbox_service.identity.tokens import TokenInfo
 from gradbox_service.jobs import Records
@@ -38,9 +38,7 @@ def check_values(body: bytes, *, settings: Settings) -> None:
         )
 
 
-def check_limits(
-    posted: JobSpec | CotangentGradientSpec, *, caller: TokenInfo, settings: Settings
-) -> None:
+def check_limits(posted: PostedSpec, *, caller: TokenInfo, settings: Settings) -> None:
     """Check what a job asks for itself.
 
     Raises:

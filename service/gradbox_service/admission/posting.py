@@ -7,17 +7,31 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from io import BytesIO
 from typing import Final
 
 from redis.client import Pipeline
 
-from gradbox.errors import BlobRejected, BlobTooLarge, BoxDraining, GradboxError, UnknownModel
+from gradbox.errors import (
+    BlobRejected,
+    BlobTooLarge,
+    BoxDraining,
+    GradboxError,
+    InvalidJob,
+    UnknownModel,
+)
 from gradbox.protocol import (
     CotangentGradientSpec,
+    CotangentsLoss,
+    CotangentStepSpec,
+    GradientSpec,
     JobSpec,
     ModelView,
     OperationMode,
+    SetLossSpec,
+    StateSpec,
+    StepSpec,
     parse_posted,
     spec_digest,
 )
@@ -34,8 +48,10 @@ from gradbox_service.admission.limits import (
     check_values,
 )
 from gradbox_service.admission.quota import Quota
+from gradbox_service.admission.run_state import settle_state
 from gradbox_service.backing import Backing
 from gradbox_service.cleaning.under_way import UnderWay
+from gradbox_service.database.conditional_commands import Beside
 from gradbox_service.fleet import Standing, WorkerPresence
 from gradbox_service.identity.tokens import TokenInfo
 from gradbox_service.jobs import JobRecord
@@ -103,94 +119,143 @@ def taking(
         yield write
 
 
-def post(
-    body: bytes,
-    *,
-    blobs: Mapping[str, bytes] | None = None,
-    caller: TokenInfo,
-    idempotency_key: str | None,
-    traceparent: str | None = None,
-    box: Backing,
-    dispatcher: Dispatcher,
-    quota: Quota,
-    under_way: UnderWay,
-    settings: Settings,
-) -> JobRecord:
+@dataclass(frozen=True)
+class Admission:
+    """What a job is checked against, and where it is queued."""
+
+    box: Backing
+    dispatcher: Dispatcher
+    quota: Quota
+    under_way: UnderWay
+    settings: Settings
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What comes with a request beside its body.
+
+    Attributes:
+        blobs: by the digests that they are said to have.
+        traceparent: the parent of the job's spans.
+    """
+
+    caller: TokenInfo
+    blobs: Mapping[str, bytes] = field(default_factory=dict)
+    idempotency_key: str | None = None
+    traceparent: str | None = None
+
+
+def post(body: bytes, sent: Sent, *, at: Admission) -> JobRecord:
     """Check the body and queue its job, or return the job that it made before.
 
     A repeated post gives the same job, also if the model or a blob has gone since or the box takes
     no more. Only cotangents need the job that they continue.
 
-    Args:
-        blobs: those that came with the job, by the digests that they are said to have.
-        dispatcher: may have the job handed out by the write that creates it.
-        traceparent: the parent of the job's spans.
-
     Raises:
         InvalidJob: the body is no job, or the box cannot run it (see `admit`).
-        OwnerOnly: see `check_limits`.
+        IdempotencyConflict: the key came before with another job.
+        GradboxError: see `queue`.
+    """
+    check_values(body, settings=at.settings)
+    posted = parse_posted(body)
+    if isinstance(posted, StepSpec | CotangentStepSpec | StateSpec):
+        raise InvalidJob(
+            f"computation: expected one that is posted here, got {posted.computation!r}: steps of "
+            f"a run go to POST /v1/runs/ID/steps/NUMBER, and states are asked for by "
+            f"GET /v1/runs/ID/weights and POST /v1/runs/ID/saves"
+        )
+    check_limits(posted, caller=sent.caller, settings=at.settings)
+    owner = sent.caller.name
+    if isinstance(posted, CotangentGradientSpec):
+        forward = forward_job(posted.loss.forward, owner=owner, box=at.box)
+        spec: JobSpec = forward.complete(posted, GradientSpec)
+    else:
+        forward, spec = None, posted
+    digest = spec_digest(spec)
+    try:
+        spec = settle_state(spec, caller=sent.caller, box=at.box)
+        return queue(spec, digest=digest, forward=forward, sent=sent, at=at)
+    except GradboxError:
+        if sent.idempotency_key is None:
+            raise
+        earlier = at.box.records.posted(
+            owner, idempotency_key=sent.idempotency_key, spec_digest=digest
+        )
+        if earlier is None:
+            raise
+        return earlier
+
+
+def queue(
+    spec: JobSpec,
+    *,
+    digest: str,
+    sent: Sent,
+    at: Admission,
+    forward: ForwardJob | None = None,
+    beside: Callable[[str], Beside] = lambda _: Beside(),
+) -> JobRecord:
+    """Check a whole spec and queue its job.
+
+    Args:
+        digest: of the spec as it was posted.
+        forward: the job whose outputs its cotangents belong to.
+        beside: returns what is written together with a job of this id.
+
+    Raises:
+        InvalidJob: the box cannot run it (see `admit`).
         BlobRejected: see `checked`.
         IdempotencyConflict: the key came before with another job.
         QueueFull: as many of the caller's jobs wait as may, or they take too much of Redis.
         BoxDraining: the box takes no new jobs.
         StorageFull: the caller's quota is reached, or the disk takes no file.
         ServiceUnavailable: no worker has said yet which models there are, or Redis is full.
+        Outdated: what must hold for `beside` does not.
     """
-    check_values(body, settings=settings)
-    posted = parse_posted(body)
-    check_limits(posted, caller=caller, settings=settings)
-    spec, forward = _completed(posted, owner=caller.name, box=box)
-    digest = spec_digest(spec)
-    try:
-        standing = box.fleet.standing(caller.name)
-        _check_box(spec, standing, owner=caller.name, box=box, quota=quota, settings=settings)
-        blobs = blobs or {}
-        sent = checked(blobs, limit_bytes=settings.max_blob_bytes)
-        with (
-            taking(blobs, owner=caller.name, box=box, quota=quota) as write_blobs,
-            under_way.posting(caller.name),
-        ):
-            workers = standing.workers
-            model = _admitted(
-                spec, posted, forward, sent=sent, owner=caller.name, workers=workers, box=box
-            )
-            record = JobRecord(
-                id=uuid.uuid4().hex,
-                owner=caller.name,
-                computation=spec.computation,
-                model=model.name,
-                model_version=model.version,
-                spec_digest=digest,
-                created_s=time.time(),
-                name=spec.name,
-                priority=spec.priority,
-                timeout_s=min(spec.timeout_s, settings.max_timeout_s),
-                max_attempts=settings.max_attempts,
-                idempotency_key=idempotency_key or "",
-                traceparent=traceparent,
-            )
-            is_fed = dispatcher.hands_out(record, workers=workers, hold=standing.operation.hold)
-            created = None
-            try:
-                created = box.records.create(
-                    record,
-                    spec=spec,
-                    turns=box.turns if is_fed else None,
-                    beside=write_blobs,
-                )
-                return created
-            finally:
-                if is_fed and (created is None or created.id != record.id):
-                    dispatcher.not_created(record)
-    except GradboxError:
-        if idempotency_key is None:
-            raise
-        earlier = box.records.posted(
-            caller.name, idempotency_key=idempotency_key, spec_digest=digest
+    box, settings, owner = at.box, at.settings, sent.caller.name
+    standing = box.fleet.standing(owner)
+    _check_box(spec, standing, owner=owner, box=box, quota=at.quota, settings=settings)
+    headers = checked(sent.blobs, limit_bytes=settings.max_blob_bytes)
+    with (
+        taking(sent.blobs, owner=owner, box=box, quota=at.quota) as write_blobs,
+        at.under_way.posting(owner),
+    ):
+        workers = standing.workers
+        model = _admitted(spec, forward, sent=headers, owner=owner, workers=workers, box=box)
+        record = JobRecord(
+            id=uuid.uuid4().hex,
+            owner=owner,
+            computation=spec.computation,
+            model=model.name,
+            model_version=model.version,
+            spec_digest=digest,
+            created_s=time.time(),
+            name=spec.name,
+            priority=spec.priority,
+            timeout_s=min(spec.timeout_s, settings.max_timeout_s),
+            max_attempts=settings.max_attempts,
+            idempotency_key=sent.idempotency_key or "",
+            traceparent=sent.traceparent,
         )
-        if earlier is None:
-            raise
-        return earlier
+        more = beside(record.id)
+
+        def write(pipe: Pipeline) -> None:
+            write_blobs(pipe)
+            more.write(pipe)
+
+        is_fed = at.dispatcher.hands_out(record, workers=workers, hold=standing.operation.hold)
+        created = None
+        try:
+            created = box.records.create(
+                record,
+                spec=spec,
+                turns=box.turns if is_fed else None,
+                beside=Beside(write, more.where),
+            )
+            return created
+        finally:
+            if is_fed and (created is None or created.id != record.id):
+                at.dispatcher.not_created(record)
 
 
 def _check_box(
@@ -218,7 +283,6 @@ def _check_box(
 
 def _admitted(
     spec: JobSpec,
-    posted: JobSpec | CotangentGradientSpec,
     forward: ForwardJob | None,
     *,
     sent: Mapping[str, SafetensorsHeader],
@@ -238,16 +302,8 @@ def _admitted(
             raise
         raise forward.outlived() from error
     check_against(spec, model=model, owner=owner, box=box)
-    if forward is not None and isinstance(posted, CotangentGradientSpec):
-        forward.check(posted.loss, blobs=own, box=box)
+    if forward is not None:
+        assert isinstance(spec, SetLossSpec)
+        assert isinstance(spec.loss, CotangentsLoss)
+        forward.check(spec.loss, blobs=own, box=box)
     return model
-
-
-def _completed(
-    posted: JobSpec | CotangentGradientSpec, *, owner: str, box: Backing
-) -> tuple[JobSpec, ForwardJob | None]:
-    """Return the whole spec, and the forward job that it continues if it continues one."""
-    if not isinstance(posted, CotangentGradientSpec):
-        return posted, None
-    forward = forward_job(posted.loss.forward, owner=owner, box=box)
-    return forward.complete(posted), forward

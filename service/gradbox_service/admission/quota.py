@@ -1,4 +1,4 @@
-"""What one owner's blobs and results may take together, uploads that are under way included.
+"""What one owner's blobs, results and states may take together, with uploads that are under way.
 
 Where the quota is reached, room is made at once of what the owner no longer needs. Where that is
 not enough, the request is refused, with when to come again.
@@ -116,7 +116,9 @@ class Quota:
             )
         blob_bytes = self._box.owners.bytes_of(owner) + self._coming[owner]
         result_bytes = self._box.records.result_bytes().get(owner, 0)
-        missing_bytes = blob_bytes + result_bytes + max(1, more_bytes) - quota_bytes
+        state_bytes = self._box.runs.bytes_of(owner)
+        taken_bytes = blob_bytes + result_bytes + state_bytes
+        missing_bytes = taken_bytes + max(1, more_bytes) - quota_bytes
         if missing_bytes <= 0:
             return
         wait_s = self._make_room(owner, missing_bytes, keep=keep)
@@ -127,10 +129,11 @@ class Quota:
         wanted = f"{in_units(more_bytes)} more do not fit" if more_bytes else "there is no room"
         raise QuotaReached(
             f"{wanted}: of the {in_units(quota_bytes)} that one owner may have on this box, your "
-            f"blobs take {in_units(blob_bytes)} and your results {in_units(result_bytes)}, and "
-            f"jobs need them, or they are kept for you to use; wait, or delete what you don't need "
-            f"(`job.delete()`, `gradbox blobs delete`): results that nobody has read make room an "
-            f"hour after they were written, and all else that no job needs within a quarter of one",
+            f"blobs take {in_units(blob_bytes)}, your results {in_units(result_bytes)} and your "
+            f"runs {in_units(state_bytes)}, and jobs need them, or they are kept for you to use; "
+            f"wait, or delete what you don't need (`job.delete()`, `gradbox blobs delete`, "
+            f"`gradbox runs delete`): results that nobody has read make room an hour after they "
+            f"were written, and all else that no job needs but runs within a quarter of one",
             retry_after_s=min(LONGEST_S, max(SOON_S, math.ceil(min(wait_s, LONGEST_S)))),
         )
 

@@ -1,4 +1,4 @@
-"""Looks once a minute for what has expired, and removes it: records, results, blobs, notes.
+"""Looks once a minute for what has expired, and removes it: records, results, blobs, notes, runs.
 
 Between two looks it makes room for an owner whose quota is reached, when they ask for it.
 
@@ -36,6 +36,7 @@ from gradbox_service.database.leadership import LEADER_TTL_S
 from gradbox_service.database.refusals import unless_refused
 from gradbox_service.jobs import JobRecord
 from gradbox_service.repeating_thread import RepeatingThread
+from gradbox_service.runs.removal import expire
 from gradbox_service.settings import Settings
 from gradbox_service.store.files import FileUse, use_of
 
@@ -63,7 +64,7 @@ class Cleaner(RepeatingThread):
         self._box = box
         self._records, self._owners = box.records, box.owners
         self._blobs, self._results = box.blobs, box.results
-        self._needed = Needed(box.records)
+        self._needed = Needed(box.records, box.runs)
         self._unexplained_bytes = 0  # by which more was counted after the last look
         self.under_way = UnderWay()
 
@@ -72,6 +73,7 @@ class Cleaner(RepeatingThread):
         self._box.tokens.reconcile()
         now_s = time.time()
         self._end_records(now_s=now_s)
+        self._end_runs(now_s=now_s)
         with suppress(StorageFull):  # then they stay in Redis
             self._blobs.write_out()
             self._results.write_out()
@@ -124,17 +126,20 @@ class Cleaner(RepeatingThread):
         """Remove a blob of an owner; it stays where it is another's too. Nothing happens twice.
 
         Raises:
-            BlobInUse: a job of the owner that waits or runs needs it.
+            BlobInUse: a job of the owner that waits or runs needs it, or a step of a run.
         """
         with self.under_way.removing(owner):
             file = self._blobs.use_of(digest)
             if file is None or not self._owners.owns(owner, digest):
                 return
-            active = [record.id for record in self._records.active() if record.owner == owner]
-            for job_id, names in self._needed.by_job(active).items():
+            active = self._records.active()
+            kept = self._records.many(self._box.runs.jobs_of_kept())
+            own = [record.id for record in (*active, *kept) if record.owner == owner]
+            for job_id, names in self._needed.by_job(own).items():
                 if digest in names:
                     raise BlobInUse(
-                        f"job {job_id} needs blob {digest[:12]}…: wait for its end, or cancel it"
+                        f"job {job_id} needs blob {digest[:12]}…: wait for its end, or cancel it; "
+                        f"a run's step that is made needs it until later states are on disk"
                     )
             blob = Stored("blob", digest, owner, file.size_bytes, file.used_s)
             self._remove(blob, owner=owner)
@@ -223,7 +228,7 @@ class Cleaner(RepeatingThread):
         quota_bytes = self._settings.owner_quota_bytes
         if quota_bytes is None:
             return
-        for owner, taken_bytes in self._taken().items():
+        for owner, taken_bytes in (self._taken() + Counter(self._box.runs.totals())).items():
             if taken_bytes > quota_bytes:
                 self.make_room(owner, taken_bytes - quota_bytes)
 
@@ -251,7 +256,7 @@ class Cleaner(RepeatingThread):
 
     def _end_records(self, *, now_s: float) -> None:
         """Forget jobs whose time is over, or that crowd Redis, but none that another one reads."""
-        needed = cache(self._needed.names)  # specs are read only where something could go
+        needed = cache(self._needed.records)  # specs are read only where something could go
 
         def may_go(record: JobRecord) -> bool:
             return self._is_idle(record, now_s=now_s) and record.id not in needed()
@@ -264,6 +269,12 @@ class Cleaner(RepeatingThread):
             if record is not None:
                 self._results.discard(job_id, attempt=record.attempt)
             self._records.forget(job_id)
+
+    def _end_runs(self, *, now_s: float) -> None:
+        box = self._box
+        before_s = now_s - self._settings.run_age_s
+        expire(before_s=before_s, runs=box.runs, records=box.records, files=box.run_files)
+        box.run_files.sweep([run.id for run in box.runs.all()], unused_for_s=SPARED_S)
 
     def _is_idle(self, record: JobRecord, *, now_s: float) -> bool:
         """Return whether a job ended, and its result was used, long enough ago to make room."""

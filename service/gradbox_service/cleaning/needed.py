@@ -5,6 +5,8 @@ The latter goes first:
     a blob      a job that is done named it, and nobody has sent it or asked for it since
     a result    its owner has fetched all of it, and no job goes on from it
 
+What a run's steps read that may have to be made again is needed as if their jobs still ran.
+
 A forward job that no gradient job has gone on from may still be: until it did, or for a quarter of
 an hour, the blobs and the result of that job are not spent. Nor are the results of jobs that give
 rows for every sample, which `against` may name. What is older than that quarter goes by its last
@@ -16,6 +18,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final
 
 from gradbox.errors import GradboxError
@@ -23,6 +26,7 @@ from gradbox.protocol import JobState, names_in
 from gradbox_service.cleaning.expiry import SETTLED_SPARED_S
 from gradbox_service.jobs import JobRecord, Records
 from gradbox_service.jobs.records import Mark
+from gradbox_service.runs import Runs
 
 # Names that are remembered, of all jobs together: about 60 MB.
 REMEMBERED: Final = 500_000
@@ -39,15 +43,20 @@ class Needed:
     Any thread may call it.
     """
 
-    def __init__(self, records: Records) -> None:
-        self._records = records
+    def __init__(self, records: Records, runs: Runs) -> None:
+        self._records, self._runs = records, runs
         self._lock = threading.Lock()
         self._of_job: dict[str, frozenset[str]] = {}
         self._num_names = 0
 
     def names(self) -> frozenset[str]:
         """Return the digests of blobs and the ids of jobs whose results are needed now."""
-        return frozenset().union(*self.by_job(self._records.active_ids()).values())
+        jobs = self._records.active_ids(), self._runs.jobs_of_kept()  # in this order, as they end
+        return frozenset().union(*self.by_job(chain(*jobs)).values())
+
+    def records(self) -> frozenset[str]:
+        """Return the ids of jobs whose records are needed now, and of those in `names`."""
+        return self.names() | {*self._runs.jobs_of_kept(), *self._runs.jobs_of_saves()}
 
     def by_job(self, job_ids: Iterable[str]) -> Mapping[str, frozenset[str]]:
         """Return what each job reads; nothing for one that failed or was cancelled."""

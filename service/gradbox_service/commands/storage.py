@@ -57,7 +57,7 @@ def show(
     data: DataFolder = None,
     json: AsJson = False,
 ) -> int:
-    """Print what blobs and results take, by owner, and what is left."""
+    """Print what blobs, results and states of runs take, by owner, and what is left."""
     if ctx.invoked_subcommand is not None:
         # What stands before `clean` or `verify` is meant for it as well.
         before = {"redis_url": redis_url, "data": data, "json": json}
@@ -148,15 +148,24 @@ def _box(redis_url: str | None, data: Path | None) -> Iterator[tuple[Backing, Cl
 
 
 def _print_owners(box: Backing, *, json: bool) -> int:
-    blobs, results = box.owners.totals(), box.records.result_bytes()
-    owners = sorted({*blobs, *results}, key=lambda o: -blobs.get(o, 0) - results.get(o, 0))
+    blobs, results, runs = box.owners.totals(), box.records.result_bytes(), box.runs.totals()
+    taken = {
+        o: (blobs.get(o, 0), results.get(o, 0), runs.get(o, 0)) for o in (*blobs, *results, *runs)
+    }
+    owners = sorted(taken, key=lambda o: -sum(taken[o]))
     left_bytes, free_bytes = box.blobs.room.left_bytes(), box.blobs.room.free_bytes()
     memory = box.records.memory()
     if json:
         report = {
             "owners": [
-                {"owner": o, "blob_bytes": blobs.get(o, 0), "result_bytes": results.get(o, 0)}
+                {
+                    "owner": o,
+                    "blob_bytes": of_blobs,
+                    "result_bytes": of_results,
+                    "run_bytes": of_runs,
+                }
                 for o in owners
+                for of_blobs, of_results, of_runs in [taken[o]]
             ],
             "free_bytes": free_bytes,
             "reserve_bytes": box.blobs.room.reserved_bytes(),
@@ -165,8 +174,8 @@ def _print_owners(box: Backing, *, json: bool) -> int:
         }
         print(jsons.dumps(report))
         return DONE
-    rows = [(o, in_units(blobs.get(o, 0)), in_units(results.get(o, 0))) for o in owners]
-    say_table([("OWNER", "BLOBS", "RESULTS"), *rows] if rows else [("nothing is stored",)])
+    rows = [(o, *map(in_units, taken[o])) for o in owners]
+    say_table([("OWNER", "BLOBS", "RESULTS", "RUNS"), *rows] if rows else [("nothing is stored",)])
     print(f"free on the disk: {in_units(free_bytes)}, of it {in_units(left_bytes)} above reserve")
     bound = "" if memory.bound_bytes is None else f" of {in_units(memory.bound_bytes)}"
     print(f"in Redis: {in_units(memory.used_bytes)}{bound}")

@@ -8,11 +8,15 @@ that were accepted is to be done all the same: they beat, end and are forgotten,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, cast
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar, cast
 
 import redis
 from redis.client import Pipeline
+
+Made = TypeVar("Made")
 
 # KEYS: keys of strings. ARGV: what each of them must hold, "" for one that must not be there; then
 # each command as the number of its words, and the words. One that begins with IF_ONE runs if the
@@ -38,6 +42,30 @@ return 1
 IF_ONE: Final = "?"
 # How a script begins that Redis runs although it has as much memory as it may.
 OVER_BOUND: Final = "#!lua flags=allow-oom\n"
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What is written together with a record.
+
+    Attributes:
+        write: adds it to the commands.
+        where: what else must hold, as for `ConditionalCommands.run`.
+    """
+
+    write: Callable[[Pipeline], None] = lambda _: None
+    where: Mapping[str, bytes | str] = field(default_factory=dict)
+
+
+class Outdated(Exception):
+    """What was to be written beside a record follows from what has changed since it was read."""
+
+
+def until_current(attempt: Callable[[], Made]) -> Made:
+    """Call again as long as what the call has read is outdated once it writes."""
+    while True:
+        with suppress(Outdated):
+            return attempt()
 
 
 class ConditionalCommands:

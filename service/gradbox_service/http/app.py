@@ -13,6 +13,7 @@ import redis
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
+from gradbox_service.admission.posting import Admission
 from gradbox_service.admission.quota import Quota
 from gradbox_service.backing import Backing
 from gradbox_service.cleaning.cleaner import Cleaner
@@ -22,7 +23,17 @@ from gradbox_service.http import openapi, problems
 from gradbox_service.http.allowances import Allowance, RateLimit, open_streams, open_transfers
 from gradbox_service.http.bodies import Bodies
 from gradbox_service.http.event_hub import Hub
-from gradbox_service.http.routes import blobs, box, jobs, losses, models, probes, results, session
+from gradbox_service.http.routes import (
+    blobs,
+    box,
+    jobs,
+    losses,
+    models,
+    probes,
+    results,
+    runs,
+    session,
+)
 from gradbox_service.queue.dispatch import Dispatcher
 from gradbox_service.settings import Settings
 from gradbox_service.store.files import make_folder
@@ -100,6 +111,13 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
     )
     app.state.cleaner = Cleaner(settings, backing)
     app.state.quota = Quota(settings.owner_quota_bytes, box=backing, cleaner=app.state.cleaner)
+    app.state.admission = Admission(
+        box=backing,
+        dispatcher=app.state.dispatcher,
+        quota=app.state.quota,
+        under_way=app.state.cleaner.under_way,
+        settings=settings,
+    )
     app.state.bodies = Bodies(folder=settings.data, limit_bytes=settings.max_spec_bytes)
     app.add_middleware(
         RateLimit,
@@ -118,7 +136,7 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
     app.add_middleware(RequestWatch, metrics=app.state.metrics)
     problems.install(app)
     app.router.routes.insert(0, jobs.POSTED)
-    for module in (jobs, blobs, results, losses, models, box, session, probes):
+    for module in (jobs, runs, blobs, results, losses, models, box, session, probes):
         app.include_router(module.router)
     app.include_router(pages.router())
     app.openapi = cache(partial(openapi.describe, app))  # type: ignore[method-assign]

@@ -12,18 +12,15 @@ from gradbox.protocol import (
     JOB_AND_RESULT,
     JOB_SPEC,
     CotangentGradientSpec,
+    CotangentStepSpec,
     Problem,
     ProgressView,
+    RunSpec,
+    SaveOrder,
 )
 
 Described = dict[str, Any]
 REFERENCE = "#/components/schemas/{model}"
-POSTED = {
-    "anyOf": [
-        {"$ref": "#/components/schemas/JobSpec"},
-        {"$ref": "#/components/schemas/CotangentGradientSpec"},
-    ]
-}
 MAX_KEY_LENGTH = 200
 TEXT: Described = {"type": "string"}
 BINARY: Described = {"schema": {"type": "string", "format": "binary"}}
@@ -54,30 +51,52 @@ JOB_ANSWER: Described = {
     },
     "headers": {"Preference-Applied": header("`wait=N`, where the job's end was waited for")},
 }
+IDEMPOTENCY_KEY = sent(
+    "idempotency-key",
+    "Makes posting repeatable",
+    {"type": "string", "minLength": 1, "maxLength": MAX_KEY_LENGTH},
+)
+TRACEPARENT = sent("traceparent", "W3C Trace Context: the parent of the job's spans")
+
+
+def any_of(*models: str) -> Described:
+    """Describe a body that is one of these."""
+    return {"anyOf": [{"$ref": REFERENCE.format(model=model)} for model in models]}
+
+
+def with_blobs(job: Described) -> Described:
+    """Describe the body of a request that posts a job, alone or with its blobs."""
+    form = {
+        "type": "object",
+        "required": ["job"],
+        "properties": {"job": job},
+        "additionalProperties": {"type": "string", "format": "binary"},
+    }
+    content = {"application/json": {"schema": job}, "multipart/form-data": {"schema": form}}
+    return {"required": True, "content": content}
+
+
+def json_body(model: str) -> Described:
+    """Describe a body of JSON."""
+    schema = {"$ref": REFERENCE.format(model=model)}
+    return {"required": True, "content": {"application/json": {"schema": schema}}}
+
+
 JOB_REQUEST: Described = {
-    "parameters": [
-        sent(
-            "idempotency-key",
-            "Makes posting repeatable",
-            {"type": "string", "minLength": 1, "maxLength": MAX_KEY_LENGTH},
-        ),
-        sent("traceparent", "W3C Trace Context: the parent of the job's spans"),
-        PREFER,
-    ],
-    "requestBody": {
-        "required": True,
-        "content": {
-            "application/json": {"schema": POSTED},
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "required": ["job"],
-                    "properties": {"job": POSTED},
-                    "additionalProperties": {"type": "string", "format": "binary"},
-                }
-            },
-        },
-    },
+    "parameters": [IDEMPOTENCY_KEY, TRACEPARENT, PREFER],
+    "requestBody": with_blobs(any_of("JobSpec", "CotangentGradientSpec")),
+}
+STEP_REQUEST: Described = {
+    "parameters": [TRACEPARENT, PREFER],
+    "requestBody": with_blobs(any_of("StepSpec", "CotangentStepSpec")),
+}
+RUN_REQUEST: Described = {
+    "parameters": [IDEMPOTENCY_KEY],
+    "requestBody": json_body("RunSpec"),
+}
+SAVE_REQUEST: Described = {
+    "parameters": [TRACEPARENT, PREFER],
+    "requestBody": json_body("SaveOrder"),
 }
 RESULT_REQUEST: Described = {
     "parameters": [
@@ -151,6 +170,9 @@ def describe(app: FastAPI) -> dict[str, Any]:
     _, schemas = models_json_schema(
         [
             (CotangentGradientSpec, "validation"),
+            (CotangentStepSpec, "validation"),
+            (RunSpec, "validation"),
+            (SaveOrder, "validation"),
             (Problem, "serialization"),
             (ProgressView, "serialization"),
         ],

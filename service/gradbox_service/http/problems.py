@@ -6,7 +6,7 @@ import errno
 import logging
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import redis
 from fastapi import FastAPI, Request
@@ -16,7 +16,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 
-from gradbox.errors import BoxDraining, Category, GradboxError, MissingBlobs, ServiceUnavailable
+from gradbox.errors import (
+    BoxDraining,
+    Category,
+    GradboxError,
+    MissingBlobs,
+    RunConflict,
+    ServiceUnavailable,
+)
 from gradbox.protocol import Problem
 from gradbox.protocol.problem import URN
 from gradbox_service.admission.quota import QuotaReached
@@ -74,7 +81,11 @@ def plain_problem(status: int, code: str, detail: str, *, category: Category = "
 
 
 async def _known(request: Request, error: Exception) -> Response:
-    extra = {"missing": list(error.missing)} if isinstance(error, MissingBlobs) else {}
+    extra: dict[str, Any] = {}
+    if isinstance(error, MissingBlobs):
+        extra = {"missing": list(error.missing)}
+    elif isinstance(error, RunConflict):
+        extra = {"num_steps": error.num_steps, "under_way": error.under_way}
     after_s = RETRY_AFTER_LONG_S.get(type(cast(GradboxError, error)))
     if isinstance(error, QuotaReached):
         after_s = error.retry_after_s

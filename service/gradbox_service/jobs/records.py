@@ -30,11 +30,14 @@ from itertools import count
 from typing import Any, NamedTuple, cast
 
 import redis
-from redis.client import Pipeline
 
 from gradbox.errors import IdempotencyConflict
 from gradbox.protocol import JobSpec, JobState, parse_spec
-from gradbox_service.database.conditional_commands import ConditionalCommands
+from gradbox_service.database.conditional_commands import (
+    Beside,
+    ConditionalCommands,
+    Outdated,
+)
 from gradbox_service.jobs import changes
 from gradbox_service.jobs.changes import (
     Change,
@@ -96,7 +99,7 @@ class Records:
         spec: JobSpec,
         idempotency_key: str = "",
         turns: Turns | None = None,
-        beside: Callable[[Pipeline], None] = lambda _: None,
+        beside: Beside | None = None,
     ) -> JobRecord:
         """Store a queued job, or return the one that its owner posted before under the same key.
 
@@ -105,11 +108,13 @@ class Records:
         Args:
             idempotency_key: to be the record's.
             turns: where its turn is fed by the same write; None: it waits for one.
-            beside: adds what else is written where the job is.
+            beside: what else is written where the job is.
 
         Raises:
             IdempotencyConflict: the key was used with another spec.
+            Outdated: what must hold for `beside` does not.
         """
+        beside = beside or Beside()
         if idempotency_key:
             record = replace(record, idempotency_key=idempotency_key)
         key = record.idempotency_key
@@ -126,15 +131,17 @@ class Records:
             pipe.zadd(owner_key(record.owner), {record.id: record.created_s})
             # Who hands a job out knows of it, and its begin is said within a moment.
             changes.write(pipe, None, record, said=turns is None)
-            beside(pipe)
+            beside.write(pipe)
             if turns is not None:
                 turns.push(pipe, Turn(record.id, record.attempt + 1))
-            if self._creating.run(pipe, where=where):
+            if self._creating.run(pipe, where={**where, **beside.where}):
                 return record
             if posted:  # read first: its job may be forgotten meanwhile
                 where[posted] = cast("bytes | None", self._redis.get(posted)) or b""
             if earlier := self._created(record):
                 return earlier
+            if beside.where:
+                raise Outdated
 
     def posted(self, owner: str, *, idempotency_key: str, spec_digest: str) -> JobRecord | None:
         """Return the job that `owner` posted under this key, if there is one.
@@ -191,7 +198,7 @@ class Records:
         lease_s: float | None = None,
         holder: str | None = None,
         since: JobRecord | None = None,
-        beside: Callable[[Pipeline], None] = lambda _: None,
+        beside: Callable[[JobRecord], Beside] = lambda _: Beside(),
     ) -> JobRecord | None:
         """Apply `transition` to the newest record and append the event, as one transaction.
 
@@ -202,7 +209,8 @@ class Records:
             lease_s: also grant the resulting attempt a lease of this length; used with `begin`.
             holder: also note that the device of this worker has the attempt in hand, while it runs.
             since: the record as last seen, which is read again only if it has changed since.
-            beside: adds what else is written where the transition applies.
+            beside: returns what else is written with the new record. It is called again where that
+                has changed meanwhile, and where it raises, nothing is written.
 
         Returns:
             The new record; None if there is no such job or the transition does not apply.
@@ -219,8 +227,10 @@ class Records:
                 changes.grant(pipe, job_id, attempt=after.attempt, lease_s=lease_s)
             if holder is not None:
                 changes.hold(pipe, holder, after)
-            beside(pipe)
-            if self._commands.run(pipe, where={job_key(job_id): cast("bytes", text)}):
+            more = beside(after)
+            more.write(pipe)
+            where = {job_key(job_id): cast("bytes", text), **more.where}
+            if self._commands.run(pipe, where=where):
                 return after
 
     def beat(self, job_id: str, *, attempt: int, lease_s: float) -> JobRecord | None:

@@ -16,6 +16,7 @@ from gradbox.protocol import JobSpec, JobState
 from gradbox_service.database.refusals import store_refuses, unless_refused
 from gradbox_service.fleet import Fleet
 from gradbox_service.jobs import Records, Turn, Turns
+from gradbox_service.runs import Runs
 from gradbox_service.store import BlobStore, ResultStore
 from gradbox_worker.cluster.head import ClusterDevices, Slot
 from gradbox_worker.cluster.ray_session import RayOnThisMachine
@@ -59,7 +60,8 @@ class TurnTaker:
             joined: Ray, which is looked at now and then.
         """
         self._turns, self._records = Turns(connection), Records(connection)
-        self._fleet, self._rq = Fleet(connection), RqEntry(connection, NAME)
+        self._fleet, self._runs = Fleet(connection), Runs(connection)
+        self._rq = RqEntry(connection, NAME)
         self._devices, self._joined = devices, joined
         self._results, self._blobs, self._patience = results, blobs, patience
         self._running: dict[threading.Thread, Orders] = {}
@@ -159,7 +161,12 @@ class TurnTaker:
 
     def _attempts(self, worker: str) -> Attempts:
         return Attempts(
-            self._records, self._turns, self._results, worker, leaving=lambda: self._leaving
+            self._records,
+            self._turns,
+            self._results,
+            self._runs,
+            worker,
+            leaving=lambda: self._leaving,
         )
 
     def _leave(self) -> None:

@@ -20,6 +20,7 @@ from gradbox_service.database.connection import connect
 from gradbox_service.database.refusals import store_refuses, unless_refused
 from gradbox_service.fleet import Fleet
 from gradbox_service.jobs import Records, Turns
+from gradbox_service.runs import Runs
 from gradbox_service.store import BlobStore, ResultStore
 from gradbox_worker.device.entry import DeviceEntries, DeviceEntry
 from gradbox_worker.device.importing import import_for_jobs
@@ -85,6 +86,7 @@ def serve(start: Start, orders: Orders) -> None:
         ResultStore(
             start.settings.data, connection=connection, reserve_bytes=start.turns.disk_reserve_bytes
         ),
+        Runs(connection),
         start.turns.worker,
         leaving=lambda: orders.leaving,
     )

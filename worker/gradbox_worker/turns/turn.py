@@ -12,6 +12,7 @@ process has ended. What happens when:
     stopped because the worker leaves         queued again, no attempt used up
     died                                      queued again, or WorkerLost after the last attempt
     died of the same fault as the time before WorkerLost, or OutOfMemory: it would meet it again
+    finished what its run does not take       failed with RunConflict
     cannot be started                         queued again; the worker ends
     lacks the model, and another has it       stays queued; the dispatcher feeds it again
 """
@@ -29,12 +30,30 @@ from typing import Final
 import redis
 from redis.client import Pipeline
 
-from gradbox.errors import GradboxError, JobFailed, JobTimedOut, OutOfMemory, WorkerLost
-from gradbox.protocol import CotangentsLoss, GradientSpec, JobSpec, JobState, Problem, SampleSpec
+from gradbox.errors import (
+    GradboxError,
+    JobFailed,
+    JobTimedOut,
+    OutOfMemory,
+    RunConflict,
+    WorkerLost,
+)
+from gradbox.protocol import (
+    CotangentsLoss,
+    JobSpec,
+    JobState,
+    Problem,
+    SampleSpec,
+    SetLossSpec,
+    StateSpec,
+    StepView,
+)
+from gradbox_service.database.conditional_commands import Beside
 from gradbox_service.database.refusals import store_refuses
 from gradbox_service.fleet import Fleet
 from gradbox_service.fleet.workers import may_be_run
 from gradbox_service.jobs import JobRecord, Records, Transition, Turns
+from gradbox_service.runs import Runs
 from gradbox_service.store import ResultStore
 from gradbox_worker.device.last_step import LastStep
 from gradbox_worker.device.orders import Orders
@@ -58,6 +77,7 @@ class Attempts:
     records: Records
     turns: Turns
     results: ResultStore
+    runs: Runs
     worker: str  # its name
     leaving: Callable[[], bool] = lambda: False  # whether it was asked to end
 
@@ -116,21 +136,19 @@ class Attempts:
     ) -> str:
         """Change the record, and keep a result only if it counts."""
         after = None
-        content = outcome.content if isinstance(outcome, Finished) else None
-
-        def write_result(pipe: Pipeline) -> None:
-            if content is not None:
-                self.results.write(pipe, record.id, attempt=record.attempt, content=content)
-
         if transition is not None:
             done = (JobState.DONE, record.attempt)
-            after = self._change(
-                record.id,
-                transition,
-                made=lambda r: (r.state, r.attempt) == done,
-                since=record,
-                beside=write_result,
-            )
+            try:
+                after = self._change(
+                    record.id,
+                    transition,
+                    made=lambda r: (r.state, r.attempt) == done,
+                    since=record,
+                    beside=lambda after: self._beside_the_end(after, outcome),
+                )
+            except RunConflict as error:
+                log.warning("job %s: %s", record.id, error)
+                return self._end(record, _failed(record, Problem.of(error)))
         if after is None:
             self.turns.let_go(self.worker)
         if after is None or after.state is not JobState.DONE:
@@ -143,6 +161,42 @@ class Attempts:
         log.info("job %s: attempt %d left it %s", record.id, record.attempt, after.state)
         return str(after.state)
 
+    def _beside_the_end(self, after: JobRecord, outcome: Outcome | None) -> Beside:
+        """Return what is written with the end of an attempt: a small result, and what a run did.
+
+        Raises:
+            RunConflict: the run does not take that any more.
+        """
+        if not isinstance(outcome, Finished):
+            return Beside()
+        of_run, content = self._of_run(after, outcome), outcome.content
+
+        def write(pipe: Pipeline) -> None:
+            of_run.write(pipe)
+            if content is not None:
+                self.results.write(pipe, after.id, attempt=after.attempt, content=content)
+
+        return Beside(write, of_run.where)
+
+    def _of_run(self, after: JobRecord, outcome: Finished) -> Beside:
+        if outcome.step is not None:
+            ended_s = after.finished_s or time.time()
+            step = StepView(
+                number=outcome.step.number,
+                job=after.id,
+                loss=outcome.step.loss,
+                grad_norm=outcome.step.grad_norm,
+                lr=outcome.step.lr,
+                seconds=max(0.0, ended_s - (after.started_s or ended_s)),
+                finished_s=ended_s,
+            )
+            return self.runs.making(outcome.step.run, step)
+        spec = None if outcome.saved_bytes is None else self.records.spec(after.id)
+        if outcome.saved_bytes is None or not isinstance(spec, StateSpec):
+            return Beside()
+        run_id, name = spec.state.run or "", spec.save or ""
+        return self.runs.saved(run_id, name, job=after.id, size_bytes=outcome.saved_bytes)
+
     def _change(
         self,
         job_id: str,
@@ -151,7 +205,7 @@ class Attempts:
         made: Callable[[JobRecord], bool],
         lease_s: float | None = None,
         since: JobRecord | None = None,
-        beside: Callable[[Pipeline], None] = lambda _: None,
+        beside: Callable[[JobRecord], Beside] = lambda _: Beside(),
     ) -> JobRecord | None:
         """Change the record as soon as Redis takes it.
 
@@ -299,7 +353,7 @@ class TurnRunner:
 
     def _earlier_result(self, spec: JobSpec) -> Path | None:
         """Return where the outputs are that cotangents belong to, or the rows of `against`."""
-        if isinstance(spec, GradientSpec) and isinstance(spec.loss, CotangentsLoss):
+        if isinstance(spec, SetLossSpec) and isinstance(spec.loss, CotangentsLoss):
             job_id: str | None = spec.loss.forward
         else:
             job_id = spec.against if isinstance(spec, SampleSpec) else None
@@ -325,12 +379,11 @@ def _transition(
         case Finished(result=result), _:
             return lambda r: r.finish(attempt=attempt, result=result, now_s=time.time())
         case Failed(problem=problem), _:
-            return lambda r: r.fail(attempt=attempt, error=problem, now_s=time.time())
+            return _failed(record, problem)
         case _, StopReason.CANCELLED:
             return lambda r: r.cancelled(attempt=attempt, now_s=time.time())
         case _, StopReason.OUT_OF_TIME:
-            problem = Problem.of(_out_of_time(record))
-            return lambda r: r.fail(attempt=attempt, error=problem, now_s=time.time())
+            return _failed(record, Problem.of(_out_of_time(record)))
         case (_, StopReason.LEAVING) | (Stopped(leaving=True), None):
             return _release(attempt)
         case Died() as died, None:
@@ -365,6 +418,11 @@ def _out_of_time(record: JobRecord) -> JobTimedOut:
         f"expected the job to end within its timeout_s of {record.timeout_s:g} s, but it still "
         f"ran; submit it with a larger timeout_s, or with fewer or shorter shards"
     )
+
+
+def _failed(record: JobRecord, problem: Problem) -> Transition:
+    attempt = record.attempt
+    return lambda record: record.fail(attempt=attempt, error=problem, now_s=time.time())
 
 
 def _release(attempt: int) -> Transition:

@@ -27,6 +27,7 @@ import rq
 from gradbox_service.database.refusals import store_refuses, unless_refused
 from gradbox_service.fleet import Fleet
 from gradbox_service.jobs import QUEUE, SERIALIZER, Records, Turn, Turns
+from gradbox_service.runs import Runs
 from gradbox_service.store import ResultStore
 from gradbox_worker.device import DeviceProcess, DeviceSettings
 from gradbox_worker.device.entry import DeviceEntries
@@ -87,7 +88,12 @@ class Worker:
         self._fleet, self._records = Fleet(connection), Records(connection)
         self._turns, self._entries = Turns(connection), DeviceEntries(connection, name)
         self._attempts = Attempts(
-            self._records, self._turns, results, name, leaving=lambda: self.leaving
+            self._records,
+            self._turns,
+            results,
+            Runs(connection),
+            name,
+            leaving=lambda: self.leaving,
         )
         self._announcer = Announcer(self._fleet, name=name)
         self._rq = RqEntry(connection, name)

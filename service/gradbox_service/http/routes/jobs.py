@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import AsyncIterable, Sequence
+from collections.abc import AsyncIterable, Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice
@@ -19,7 +19,7 @@ from starlette.routing import Route
 from gradbox.errors import InvalidRequest, OwnerOnly, Unauthorized
 from gradbox.protocol import JobList, JobState, JobView
 from gradbox.spans import Spans, read_traceparent
-from gradbox_service.admission import post
+from gradbox_service.admission.posting import Admission, Sent, post
 from gradbox_service.backing import Backing
 from gradbox_service.http.allowances import OpenRequests, stream
 from gradbox_service.http.auth import (
@@ -70,6 +70,18 @@ async def post_job(request: Request, credentials: Credentials) -> Response:
 
     `Prefer: wait=N` waits for its end, which is then what the answer says, with status 200.
     """
+    at: Admission = request.app.state.admission
+    return await take_job(request, credentials, partial(post, at=at))
+
+
+async def take_job(
+    request: Request, credentials: Credentials, post: Callable[[bytes, Sent], JobRecord]
+) -> Response:
+    """Receive a job with its small blobs, and answer about it as its caller prefers.
+
+    Args:
+        post: takes the job's JSON and what came beside it.
+    """
     # The headers are read here and not by FastAPI, and a small job's token by the thread that takes
     # its body: that was a tenth of what the service spent on such a job.
     box: Backing = request.app.state.backing
@@ -87,22 +99,11 @@ async def post_job(request: Request, credentials: Credentials) -> Response:
 
         def accept(body: bytes) -> tuple[JobRecord, TokenInfo]:
             caller = known or caller_of(request, box, credentials)
-            idempotency_key = _idempotency_key(request)
+            key = idempotency_key(request)
             parts = read_parts(body, content_type=content_type) if form else Parts(body, {})
             bodies.check_job(parts.job)
-            record = post(
-                parts.job,
-                blobs=parts.blobs,
-                caller=caller,
-                idempotency_key=idempotency_key,
-                traceparent=parent or span.traceparent,
-                box=box,
-                dispatcher=request.app.state.dispatcher,
-                quota=request.app.state.quota,
-                under_way=request.app.state.cleaner.under_way,
-                settings=request.app.state.settings,
-            )
-            return record, caller
+            sent = Sent(caller, parts.blobs, key, traceparent=parent or span.traceparent)
+            return post(parts.job, sent), caller
 
         limit_bytes = MAX_BODY_BYTES if form else None
         record, caller = await bodies.handle(request, accept, limit_bytes=limit_bytes)
@@ -113,7 +114,9 @@ async def post_job(request: Request, credentials: Credentials) -> Response:
             model=record.model,
         )
     listener = Listener(request, box=box, credentials=credentials)
-    return await _answer(record, request, box=box, caller=caller, listener=listener, posted=True)
+    return await answer_about(
+        record, request, box=box, caller=caller, listener=listener, posted=True
+    )
 
 
 async def _posted(request: Request) -> Response:
@@ -145,7 +148,7 @@ def list_jobs(
             "the token that `gradbox up` wrote"
         )
     owners = box.records.owners() if everybodys else [caller.name]
-    after = None if cursor is None else _mark(cursor)
+    after = None if cursor is None else mark(cursor)
     # One more than the page, to know whether another follows.
     found = [
         box.records.owned(owner, state=state, limit=limit + 1, after=after) for owner in owners
@@ -170,7 +173,7 @@ async def one_job(
 ) -> Response:
     """One job; `Prefer: wait=N` waits for its end."""
     listener = Listener(request, box=box, credentials=credentials)
-    return await _answer(record, request, box=box, caller=caller, listener=listener)
+    return await answer_about(record, request, box=box, caller=caller, listener=listener)
 
 
 @router.delete("/{job_id}", status_code=202)
@@ -180,7 +183,7 @@ def cancel_job(record: VisibleJob, box: Box) -> JobView:
     return (box.records.get(record.id) or record).view()
 
 
-async def _answer(
+async def answer_about(
     record: JobRecord,
     request: Request,
     *,
@@ -189,6 +192,14 @@ async def _answer(
     listener: Listener,
     posted: bool = False,
 ) -> Response:
+    """Return the answer about a job once the wait is over that its caller prefers.
+
+    Args:
+        posted: see `answer_with`.
+
+    Raises:
+        Unauthorized: the token or session ended meanwhile.
+    """
     waited = await waited_for(record, request, listener=caller.name)
     if not await listener.is_known():
         raise Unauthorized("the token or session that came ended during the wait: log in again")
@@ -208,7 +219,12 @@ async def _answer(
     return await anyio.to_thread.run_sync(answer)
 
 
-def _idempotency_key(request: Request) -> str | None:
+def idempotency_key(request: Request) -> str | None:
+    """Return the key that makes posting repeatable, if one came.
+
+    Raises:
+        InvalidRequest: it is too long, or empty.
+    """
     key = request.headers.get("idempotency-key")
     if key is not None and not 1 <= len(key) <= MAX_KEY_LENGTH:
         raise InvalidRequest(
@@ -228,7 +244,12 @@ def _views(records: Sequence[JobRecord], box: Backing) -> list[JobView]:
     return [_held(record.view(waits_at=positions.get(record.id)), hold) for record in records]
 
 
-def _mark(cursor: str) -> Mark:
+def mark(cursor: str) -> Mark:
+    """Return the point in a list that a cursor names.
+
+    Raises:
+        InvalidRequest: it names none.
+    """
     text, _, job_id = cursor.partition("_")
     try:
         created_s = float(text)

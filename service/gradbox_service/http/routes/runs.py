@@ -1,0 +1,242 @@
+"""Runs: training on the box, a job a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Annotated
+
+import anyio.to_thread
+from fastapi import Path, Query, Request, Response
+
+from gradbox.errors import OwnerOnly, RunNotFound
+from gradbox.protocol import History, JobView, RunList, RunView, StateRef
+from gradbox_service.admission.posting import Sent
+from gradbox_service.admission.training import ask_weights, make_run, post_step, save_state
+from gradbox_service.backing import Backing
+from gradbox_service.cleaning.cleaner import Cleaner
+from gradbox_service.database.conditional_commands import until_current
+from gradbox_service.http.auth import Box, Caller, Credentials, Listener, caller_of
+from gradbox_service.http.bodies import Bodies
+from gradbox_service.http.openapi import (
+    JOB_ANSWER,
+    PREFER,
+    RUN_REQUEST,
+    SAVE_REQUEST,
+    STEP_REQUEST,
+)
+from gradbox_service.http.routes import Router
+from gradbox_service.http.routes.jobs import (
+    MAX_LISTED,
+    answer_about,
+    idempotency_key,
+    mark,
+    take_job,
+)
+from gradbox_service.jobs import JobRecord
+from gradbox_service.runs.record import RunRecord, SaveRecord
+from gradbox_service.runs.removal import delete_run, delete_save
+from gradbox_service.runs.steps import under_way, visible
+
+router = Router(prefix="/v1/runs", tags=["runs"])
+
+MAX_STEPS = 1000
+Number = Annotated[int, Path(ge=1, lt=2**53)]
+
+
+@router.post("", status_code=201, response_model=RunView, openapi_extra=RUN_REQUEST)
+async def post_run(request: Request, credentials: Credentials) -> RunView:
+    """Make a run. Its first step is the next job of it."""
+    box: Backing = request.app.state.backing
+    bodies: Bodies = request.app.state.bodies
+    caller = await anyio.to_thread.run_sync(caller_of, request, box, credentials)
+    sent = Sent(caller, idempotency_key=idempotency_key(request))
+
+    def make(body: bytes) -> RunView:
+        return _view(make_run(body, sent=sent, at=request.app.state.admission), box)
+
+    return await bodies.handle(request, make, limit_bytes=None)
+
+
+@router.get("")
+def list_runs(
+    box: Box,
+    caller: Caller,
+    name: Annotated[str | None, Query(max_length=200)] = None,
+    limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 100,
+    everybodys: Annotated[
+        bool, Query(alias="all", description="Everybody's; for the box's owner alone")
+    ] = False,
+    cursor: Annotated[
+        str | None, Query(max_length=100, description="`next` of the page before")
+    ] = None,
+) -> RunList:
+    """The caller's runs, newest first, in pages."""
+    if everybodys and not caller.admin:
+        raise OwnerOnly(
+            "all=true lists everybody's runs, which only the box's owner may: leave it out, or use "
+            "the token that `gradbox up` wrote"
+        )
+    after = None if cursor is None else mark(cursor)
+    owned = box.runs.owned(None if everybodys else caller.name, after=after)
+    # One more than the page, to know whether another follows.
+    found = list(islice((run for run in owned if name in (None, run.spec.name)), limit + 1))
+    page, last = found[:limit], found[limit - 1 : limit]
+    return RunList(
+        runs=_views(page, box),
+        next=f"{last[0].created_s!r}_{last[0].id}" if len(found) > limit else None,
+    )
+
+
+@router.get("/{run_id}")
+def one_run(run_id: str, box: Box, caller: Caller) -> RunView:
+    """One run."""
+    return _view(visible(run_id, caller=caller, runs=box.runs), box)
+
+
+@router.delete("/{run_id}", status_code=204)
+def remove_run(run_id: str, box: Box, caller: Caller) -> None:
+    """Delete a run, its states and its history; nothing happens where there is none (any more).
+
+    409 while a step is under way or a save is left.
+    """
+
+    def remove() -> None:
+        try:
+            run = visible(run_id, caller=caller, runs=box.runs)
+        except RunNotFound:
+            return
+        delete_run(run, runs=box.runs, records=box.records, files=box.run_files)
+
+    until_current(remove)
+
+
+@router.get("/{run_id}/steps")
+def list_steps(
+    run_id: str,
+    box: Box,
+    caller: Caller,
+    after: Annotated[int, Query(ge=0, lt=2**53)] = 0,
+    limit: Annotated[int, Query(ge=1, le=MAX_STEPS)] = MAX_STEPS,
+) -> History:
+    """The steps that were made, in their order, those after number `after`."""
+    run = visible(run_id, caller=caller, runs=box.runs)
+    first = max(after, run.first_step)
+    return History(steps=list(box.runs.history(run.id, after=first, limit=limit)))
+
+
+@router.post(
+    "/{run_id}/steps/{number}",
+    status_code=202,
+    response_model=JobView,
+    responses={
+        200: {"model": JobView, "description": "The step has ended within the wait", **JOB_ANSWER},
+        202: JOB_ANSWER,
+    },
+    openapi_extra=STEP_REQUEST,
+)
+async def post_one_step(
+    run_id: str, number: Number, request: Request, credentials: Credentials
+) -> Response:
+    """Make a step of a run, as a job: the next one, or the one that was made with this content.
+
+    409 where the run is elsewhere.
+    """
+
+    def accept(body: bytes, sent: Sent) -> JobRecord:
+        return post_step(body, run_id, number, sent=sent, at=request.app.state.admission)
+
+    return await take_job(request, credentials, accept)
+
+
+@router.get(
+    "/{run_id}/weights",
+    response_model=JobView,
+    responses={200: JOB_ANSWER, 202: {"model": JobView, "description": "Not yet", **JOB_ANSWER}},
+    openapi_extra={"parameters": [PREFER]},
+)
+async def run_weights(
+    run_id: str,
+    request: Request,
+    caller: Caller,
+    credentials: Credentials,
+    step: Annotated[int | None, Query(ge=0, lt=2**53)] = None,
+    save: Annotated[str | None, Query(max_length=100)] = None,
+) -> Response:
+    """A job whose result has the run's weights: the newest, after a step, or saved ones."""
+    ref = StateRef.model_construct(run=run_id, step=step, save=save)
+    at = request.app.state.admission
+    return await _answered(
+        request, credentials, caller, lambda: ask_weights(ref, sent=Sent(caller), at=at)
+    )
+
+
+@router.post(
+    "/{run_id}/saves",
+    status_code=202,
+    response_model=JobView,
+    responses={
+        200: {"model": JobView, "description": "Saved within the wait", **JOB_ANSWER},
+        202: JOB_ANSWER,
+    },
+    openapi_extra=SAVE_REQUEST,
+)
+async def post_save(run_id: str, request: Request, credentials: Credentials) -> Response:
+    """Save a state of a run under a name, by a job. 409 where the name is another state's."""
+
+    def accept(body: bytes, sent: Sent) -> JobRecord:
+        return save_state(body, run_id, sent=sent, at=request.app.state.admission)
+
+    return await take_job(request, credentials, accept)
+
+
+@router.delete("/{run_id}/saves/{name}", status_code=204)
+def remove_save(run_id: str, name: str, request: Request, box: Box, caller: Caller) -> None:
+    """Delete a saved state; nothing happens where there is none (any more).
+
+    409 while a job needs it.
+    """
+    cleaner: Cleaner = request.app.state.cleaner
+    run = visible(run_id, caller=caller, runs=box.runs)
+    until_current(
+        lambda: delete_save(
+            run,
+            name,
+            needed=cleaner.needed(),
+            runs=box.runs,
+            records=box.records,
+            files=box.run_files,
+        )
+    )
+
+
+async def _answered(
+    request: Request, credentials: Credentials, caller: Caller, ask: Callable[[], JobRecord]
+) -> Response:
+    box: Backing = request.app.state.backing
+    record = await anyio.to_thread.run_sync(ask)
+    listener = Listener(request, box=box, credentials=credentials)
+    return await answer_about(
+        record, request, box=box, caller=caller, listener=listener, posted=not record.state.final
+    )
+
+
+def _view(run: RunRecord, box: Backing) -> RunView:
+    return _views([run], box)[0]
+
+
+def _views(runs: Sequence[RunRecord], box: Backing) -> list[RunView]:
+    saves: dict[str, Sequence[SaveRecord]] = {
+        owner: box.runs.saves(owner) for owner in {run.owner for run in runs}
+    }
+    return [
+        run.view(
+            saves=[
+                save.view()
+                for save in saves[run.owner]
+                if save.run == run.id and save.size_bytes is not None
+            ],
+            under_way=under_way(run, box.records),
+        )
+        for run in runs
+    ]

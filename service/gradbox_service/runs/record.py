@@ -1,0 +1,182 @@
+"""What the box knows of a run and of a saved state beside their tensors, and how that changes.
+
+    posted      the job of step `num_steps` + 1 is `posted_job`, until that is made
+    made        `num_steps` + 1, by the write that ends its job
+    written     steps up to `kept_after` need never be made again: state files cover them twice
+
+A change is a pure function, as those of a job's record are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from pydantic import TypeAdapter
+
+from gradbox.protocol import RunSpec, RunView, SaveView, StepView
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run. Times are seconds since 1970, UTC."""
+
+    id: str
+    # The name of the token that made it.
+    owner: str
+    spec: RunSpec
+    # The registered name, and the full version that the run is bound to.
+    model: str
+    model_version: str
+    created_s: float
+    # Which step it began behind: 0, or that of the state that it goes on from.
+    first_step: int = 0
+    # How many steps were made, and by which job the last one; none at first.
+    num_steps: int = 0
+    last_job: str = ""
+    # What the last step said of itself.
+    loss: float | None = None
+    grad_norm: float | None = None
+    last_step_s: float | None = None
+    # The job that was last posted as the next step, and the digest of its spec. It may have failed.
+    posted_job: str = ""
+    posted_digest: str = ""
+    # Steps behind this one are made again where a state was lost. Of which step the newest state
+    # file is, and what it takes together with the one before, which is there for a disk that
+    # damages the newest.
+    kept_after: int = 0
+    state_step: int | None = None
+    state_bytes: int = 0
+    # Of this class; a record of a later one is not read.
+    version: int = VERSION
+
+    def __post_init__(self) -> None:
+        """Raises:
+        ValueError: a later version of gradbox wrote the record.
+        """
+        if self.version > VERSION:
+            raise ValueError(
+                f"expected a run's record of version {VERSION} or earlier, got {self.version}: a "
+                f"later gradbox wrote it"
+            )
+
+    @property
+    def used_s(self) -> float:
+        """When it was last used."""
+        return self.last_step_s or self.created_s
+
+    @property
+    def full_model(self) -> str:
+        """The model as NAME@VERSION."""
+        return f"{self.model}@{self.model_version}"
+
+    def posted(self, *, job: str, digest: str) -> RunRecord:
+        """Note the job of the next step."""
+        return replace(self, posted_job=job, posted_digest=digest)
+
+    def made(self, step: StepView) -> RunRecord | None:
+        """Count a step; None if it is not the next one, or another job is to make that."""
+        if step.number != self.num_steps + 1 or step.job != self.posted_job:
+            return None
+        return replace(
+            self,
+            num_steps=step.number,
+            last_job=step.job,
+            loss=step.loss,
+            grad_norm=step.grad_norm,
+            last_step_s=step.finished_s,
+            posted_job="",
+            posted_digest="",
+        )
+
+    def written(self, steps: Collection[int], *, size_bytes: int) -> RunRecord:
+        """Note of which steps there are state files: of two, or of the first one."""
+        oldest = min(steps) if len(steps) > 1 else self.kept_after
+        return replace(
+            self,
+            kept_after=max(self.kept_after, oldest),
+            state_step=max(steps, default=None),
+            state_bytes=size_bytes,
+        )
+
+    def view(self, *, saves: Sequence[SaveView] = (), under_way: str | None = None) -> RunView:
+        """Return what the wire says of it."""
+        spec = self.spec
+        return RunView(
+            id=self.id,
+            name=spec.name,
+            owner=self.owner,
+            model=self.model,
+            model_version=self.model_version,
+            optimizer=spec.optimizer.model_dump(mode="json", exclude_defaults=True),
+            wrt=spec.wrt,
+            adapter=None if spec.adapter is None else spec.adapter.model_dump(mode="json"),
+            mode=spec.mode,
+            precision=spec.precision,
+            seed=spec.seed,
+            num_steps=self.num_steps,
+            under_way=under_way,
+            loss=self.loss,
+            grad_norm=self.grad_norm,
+            created_s=self.created_s,
+            last_step_s=self.last_step_s,
+            state_step=self.state_step,
+            state_bytes=self.state_bytes,
+            saves=list(saves),
+        )
+
+    def to_json(self) -> bytes:
+        return _RECORD.dump_json(self)
+
+    @classmethod
+    def from_json(cls, text: bytes) -> RunRecord:
+        """Raises:
+        ValueError: these are not the bytes of a record that this version reads.
+        """
+        return _RECORD.validate_json(text)
+
+
+@dataclass(frozen=True)
+class SaveRecord:
+    """A state that is saved under a name, or is about to be."""
+
+    name: str
+    # Of the run.
+    owner: str
+    run: str
+    step: int
+    # The job that writes it.
+    job: str
+    created_s: float
+    # Whether everybody may read it.
+    shared: bool = False
+    # What its file takes; None until it is written.
+    size_bytes: int | None = None
+    version: int = VERSION
+
+    def view(self) -> SaveView:
+        """Return what the wire says of it, once it is written."""
+        return SaveView(
+            name=self.name,
+            run=self.run,
+            step=self.step,
+            created_s=self.created_s,
+            size_bytes=self.size_bytes or 0,
+            shared=self.shared,
+        )
+
+    def to_json(self) -> bytes:
+        return _SAVE.dump_json(self)
+
+    @classmethod
+    def from_json(cls, text: bytes) -> SaveRecord:
+        """Raises:
+        ValueError: these are not the bytes of a save.
+        """
+        return _SAVE.validate_json(text)
+
+
+_RECORD = TypeAdapter(RunRecord)
+_SAVE = TypeAdapter(SaveRecord)
