@@ -22,6 +22,7 @@ from gradbox.protocol import (
     GradientSpec,
     GraphLoss,
     InputGroup,
+    JobSpec,
     JobState,
     Receipt,
     ShardRef,
@@ -85,7 +86,7 @@ class Box:
             }
         )
 
-    def submit(self, spec: GradientSpec, *, version: str | None = None) -> str:
+    def submit(self, spec: JobSpec, *, version: str | None = None) -> str:
         if version is None:
             workers = self.backing.fleet.workers()
             version = next((w.models[spec.model] for w in workers if spec.model in w.models), "")

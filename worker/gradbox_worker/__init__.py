@@ -5,6 +5,7 @@
     turns/          one turn of RQ is one attempt at a job: its record, lease, time limit, outcome
     device/         the warm process that keeps the models, as its parent sees it and from inside
     computations/   one job: its spec read, the engine called, the result and receipt written
+    runs/           states of runs that train, in memory and on disk, and their adapters
     interpreting/   the graphs of a job's functions, checked as they run
     files/          tensors of uploaded blobs, and the result file
     models/         the models file, how each model is built, and which stay loaded

@@ -53,6 +53,14 @@ ModelMemory = Annotated[
         help="how much of the device the weights of idle models may keep [half of it]",
     ),
 ]
+RunMemory = Annotated[
+    float | None,
+    typer.Option(
+        metavar="GIB",
+        help="how much of the device the states of runs may keep, and as much of the host's memory "
+        "those that make way; the least recently used go to disk [a quarter of it]",
+    ),
+]
 ResultMemory = Annotated[
     float | None,
     typer.Option(
@@ -126,6 +134,7 @@ def run(
     redis_url: RedisUrl = None,
     name: Name = None,
     model_memory_gib: ModelMemory = None,
+    run_memory_gib: RunMemory = None,
     result_memory_gib: ResultMemory = None,
     job_memory_gib: JobMemory = None,
     checkpoint_after_s: CheckpointAfter = None,
@@ -165,6 +174,7 @@ def run(
             data=settings.data,
             device=device,
             model_memory_bytes=_bytes(model_memory_gib),
+            run_memory_bytes=_bytes(run_memory_gib),
             result_memory_bytes=_bytes(result_memory_gib),
             job_memory_bytes=_bytes(job_memory_gib),
             checkpoint_after_s=checkpoint_after_s,

@@ -135,3 +135,6 @@ class Device(Protocol):
         Returns:
             In how many seconds to call again, if no job comes; None: there is no need.
         """
+
+    def close(self) -> None:
+        """Write what another process is to go on from; called once, after the last job."""

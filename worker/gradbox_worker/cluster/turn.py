@@ -18,8 +18,8 @@ from typing import Any, Final
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from gradbox.errors import JobFailed, StorageFull
-from gradbox.protocol import CotangentsLoss, ForwardSpec, GradientSpec, Problem, names_in
+from gradbox.errors import InvalidInputs, JobFailed, StorageFull
+from gradbox.protocol import CotangentsLoss, ForwardSpec, GradientSpec, Problem, StepSpec, names_in
 from gradbox_service.jobs import Records, Turn
 from gradbox_service.store import BlobStore
 from gradbox_worker.cluster.head import ABANDON_S, ENDING_S, ClusterDevices, Slot
@@ -36,6 +36,10 @@ POLL_S: Final = 0.2
 LOOK_S: Final = 0.5
 NEWS_S: Final = 2.0
 DEVICE_ENDED: Final = "the process of its device in the cluster ended"
+NO_RUNS: Final = (
+    "expected a job without a run, got one on a run's weights: a box on a cluster trains no runs "
+    "yet; start the box without --cluster, or send the weights (weights=)"
+)
 
 
 class NamedDevices:
@@ -83,7 +87,7 @@ class NamedDevices:
         return False
 
     def run(self, work: Work, supervision: Supervision) -> Outcome:
-        """Have the first device run a job, and lead the others."""
+        """Have the first device run a job, and lead the others; none has the states of runs."""
         loss = work.spec.loss if isinstance(work.spec, GradientSpec) else None
         self._may_keep_graphs = isinstance(work.spec, ForwardSpec) or isinstance(
             loss, CotangentsLoss
@@ -106,6 +110,8 @@ class NamedDevices:
                 threading.Thread(target=self._abandon, args=(slot, emptied), daemon=True).start()
 
     def _run(self, work: Work, supervision: Supervision) -> Outcome:
+        if isinstance(work.spec, StepSpec) or work.spec.state is not None:
+            return Failed(Problem.of(InvalidInputs(NO_RUNS)))
         leader = self._leader
         for name in names_in(work.spec):  # devices see the data folder, and not Redis
             self._blobs.on_disk(name)

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from gradbox.errors import InvalidInputs
-from gradbox.protocol import CotangentsLoss, GradientSpec, Receipt
+from gradbox.protocol import CotangentsLoss, GradientSpec, Receipt, StepSpec
 from gradbox.tensors.checksums import is_whole
 from gradbox_engine import CotangentGradient, FirstOutputs
 from gradbox_engine.model.calling.outputs import BARE, Outputs
@@ -34,10 +34,21 @@ def compute(job: LoadedJob, spec: GradientSpec, loss: CotangentsLoss) -> Compute
     Raises:
         InvalidInputs: neither graphs nor the result of the forward job are there any more.
     """
+    return computed(gradient(job, spec, loss), spec)
+
+
+def gradient(
+    job: LoadedJob, spec: GradientSpec | StepSpec, loss: CotangentsLoss
+) -> CotangentGradient:
+    """Return dL/dθ as the engine has it.
+
+    Raises:
+        InvalidInputs: neither graphs nor the result of the forward job are there any more.
+    """
     parts = job.parts()
     first = _first_outputs(job, loss, parts)
     with held_gradient(job, spec) as held:
-        answer = split_gradient_at_cotangents(
+        return split_gradient_at_cotangents(
             job.leading.devices(held),
             parts,
             job.groups,
@@ -46,7 +57,6 @@ def compute(job: LoadedJob, spec: GradientSpec, loss: CotangentsLoss) -> Compute
             precision=spec.precision,
             device=held.device,
         )
-    return _computed(answer, spec)
 
 
 def _first_outputs(job: LoadedJob, loss: CotangentsLoss, parts: Sequence[Range]) -> FirstOutputs:
@@ -63,7 +73,8 @@ def _given_cotangents(loss: CotangentsLoss, tensors: TensorSource) -> dict[str, 
     return _grouped({name: tensors.tensor(ref) for name, ref in loss.tensors.items()})
 
 
-def _computed(answer: CotangentGradient, spec: GradientSpec) -> Computed:
+def computed(answer: CotangentGradient, spec: GradientSpec | StepSpec) -> Computed:
+    """Return what stands in the result file."""
     return Computed(
         tensors={
             **section("grads", answer.grads if "grads" in spec.returns else {}),

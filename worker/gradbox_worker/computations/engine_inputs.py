@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Final, Protocol
 
 import torch
@@ -16,9 +17,9 @@ from gradbox.losses import BUILTIN
 from gradbox.protocol import (
     BuiltinLoss,
     CotangentsLoss,
-    GradientSpec,
     GraphLoss,
     MixedGradientSpec,
+    SetLossSpec,
     ShardRef,
     SharedSpec,
     TensorRef,
@@ -93,7 +94,7 @@ def input_groups(spec: SharedSpec, methods: Collection[str], tensors: TensorSour
 
 
 def model_penalties(
-    spec: GradientSpec, tensors: TensorSource, *, device: torch.device
+    spec: SetLossSpec, tensors: TensorSource, *, device: torch.device
 ) -> list[Penalty]:
     """Return the penalties with their functions built.
 
@@ -117,15 +118,25 @@ def model_penalties(
     ]
 
 
-def gradient_loss(spec: GradientSpec, tensors: TensorSource, *, device: torch.device) -> Loss:
+def gradient_loss(
+    spec: SetLossSpec,
+    tensors: TensorSource,
+    *,
+    device: torch.device,
+    own: Mapping[str, Tensor] = MappingProxyType({}),
+) -> Loss:
     """Return the loss with its inputs, and the leaves of both that want gradients.
+
+    Args:
+        own: tensors that take the place of those that the spec names, as "loss.NAME" and
+            "loss_inputs.NAME"; of the same shapes.
 
     Raises:
         GraphRefused: the loss's graph is not allowed.
         InvalidInputs: there is no builtin loss of that name, or a leaf is not floating-point.
     """
     refs = {name: value for name, value in spec.loss_inputs.items() if isinstance(value, TensorRef)}
-    read = _read(refs, tensors)
+    read = _read(refs, tensors, _under("loss_inputs.", own))
     parameters = {
         f"loss_inputs.{name}": read[name] for name, ref in refs.items() if ref.requires_grad
     }
@@ -139,7 +150,13 @@ def gradient_loss(spec: GradientSpec, tensors: TensorSource, *, device: torch.de
         return Loss(Objective(function=function, inputs=inputs, parameters=parameters))
     if isinstance(spec.loss, CotangentsLoss):
         raise InvalidInputs("expected a loss to evaluate, got cotangents")
-    built = build_function(spec.loss.function, tensors, device=device, widened=spec.widened)
+    built = build_function(
+        spec.loss.function,
+        tensors,
+        device=device,
+        widened=spec.widened,
+        own=_under("loss.", own),
+    )
     parameters |= {f"loss.{name}": leaf for name, leaf in built.leaves.items()}
     return Loss(
         Objective(function=built.function, inputs=inputs, parameters=parameters),
@@ -148,7 +165,7 @@ def gradient_loss(spec: GradientSpec, tensors: TensorSource, *, device: torch.de
     )
 
 
-def loss_parameters(spec: GradientSpec) -> tuple[str, ...]:
+def loss_parameters(spec: SetLossSpec) -> tuple[str, ...]:
     """Return the names of the leaves that `gradient_loss` finds, without reading them."""
     given = [
         f"loss_inputs.{name}"
@@ -231,18 +248,24 @@ class _Function:
 
 
 def build_function(
-    traced: TracedFunction, tensors: TensorSource, *, device: torch.device, widened: bool
+    traced: TracedFunction,
+    tensors: TensorSource,
+    *,
+    device: torch.device,
+    widened: bool,
+    own: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> BuiltFunction:
     """Build a traced function with the tensors it reads.
 
     Args:
         widened: whether floating-point ones become float64, but those that are trained: the engine
             does that, which gives their gradients in the dtype that they had.
+        own: tensors that take the place of those of these names.
 
     Raises:
         GraphRefused: its graph is not allowed.
     """
-    read = _read(traced.tensors, tensors)
+    read = _read(traced.tensors, tensors, own)
     leaves = {name: read[name] for name, ref in traced.tensors.items() if ref.requires_grad}
     if widened:
         constants = {name: tensor for name, tensor in read.items() if name not in leaves}
@@ -272,8 +295,24 @@ def built_readout(
     return build_function(spec.readout, tensors, device=device, widened=spec.widened).function
 
 
-def _read(refs: Mapping[str, TensorRef], tensors: TensorSource) -> dict[str, Tensor]:
+def _under(prefix: str, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {n.removeprefix(prefix): t for n, t in own.items() if n.startswith(prefix)}
+
+
+def _read(
+    refs: Mapping[str, TensorRef],
+    tensors: TensorSource,
+    own: Mapping[str, Tensor] = MappingProxyType({}),
+) -> dict[str, Tensor]:
     read = {name: tensors.tensor(ref) for name, ref in refs.items()}
+    for name in read.keys() & own.keys():
+        if read[name].shape != own[name].shape:
+            raise InvalidInputs(
+                f"{name}: expected the shape {tuple(own[name].shape)} that the run has trained "
+                f"since an earlier step, got {tuple(read[name].shape)}; give it another name, or "
+                f"begin another run"
+            )
+        read[name] = own[name]
     for name, ref in refs.items():
         if ref.requires_grad and not read[name].is_floating_point():
             raise InvalidInputs(

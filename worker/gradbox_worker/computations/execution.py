@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -22,10 +22,19 @@ from gradbox.protocol import (
     MixedGradientSpec,
     PerSampleGradientSpec,
     SharedSpec,
+    StateSpec,
+    StepSpec,
 )
 from gradbox_engine import CoupledShards, DeviceLost, Observer
 from gradbox_service.store import SMALL_BYTES, Room
-from gradbox_worker.computations import forward, gradient, mixed_gradient, per_sample
+from gradbox_worker.computations import (
+    forward,
+    gradient,
+    mixed_gradient,
+    per_sample,
+    state,
+    step,
+)
 from gradbox_worker.computations.checkpoints import Pace
 from gradbox_worker.computations.identity import device_name
 from gradbox_worker.computations.job import Compute, LoadedJob
@@ -51,6 +60,7 @@ from gradbox_worker.exceptions_to_problems import (
 from gradbox_worker.files.blob_tensors import Blobs, BlobTensors
 from gradbox_worker.files.result_in_place import ResultOnDisk
 from gradbox_worker.models.registry import Registry
+from gradbox_worker.runs import RunStates
 from gradbox_worker.work import Finished, Stopped, Work
 
 log = logging.getLogger(__name__)
@@ -61,6 +71,8 @@ COMPUTATIONS: Final[Mapping[type[SharedSpec], Compute]] = {
     PerSampleGradientSpec: per_sample.compute_gradient,
     JacobianSpec: per_sample.compute_jacobian,
     MixedGradientSpec: mixed_gradient.compute,
+    StepSpec: step.compute,
+    StateSpec: state.compute,
 }
 
 
@@ -74,6 +86,7 @@ class Execution:
 
     Attributes:
         kept: graphs of earlier jobs.
+        runs: the states of runs; None where the device keeps none.
         observer: hears of the engine's steps; may raise `StopNow`.
         result_memory_bytes: what may be in memory of a result on its way into its file; None is
             `default_result_memory_bytes`.
@@ -89,6 +102,7 @@ class Execution:
     blobs: Blobs
     kept: KeptGraphs
     observer: Observer
+    runs: RunStates | None = None
     result_memory_bytes: int | None = None
     limit: MemoryLimit | None = None
     pace: Pace | None = None
@@ -118,11 +132,11 @@ class Execution:
     def execute(self) -> Finished:
         """Run the job and write its result file.
 
-        A job that runs out of memory is begun again without the graphs of other jobs, and then
-        without models that it does not need, the least recently used first: as many as hold what it
-        could not allocate. It fails once there are none that could make room for it. And one whose
-        shards turn out not to be independent is begun again on this device alone, where the job
-        leaves the number of devices to the box.
+        A job that runs out of memory is begun again without the graphs of other jobs and the states
+        of other runs, and then without models that it does not need, the least recently used first:
+        as many as hold what it could not allocate. It fails once there are none that could make
+        room for it. And one whose shards turn out not to be independent is begun again on this
+        device alone, where the job leaves the number of devices to the box.
 
         Raises:
             GradboxError: the job's parts do not fit the model or each other.
@@ -132,6 +146,7 @@ class Execution:
         """
         work, leading, registry, kept = self.work, self.leading, self.registry, self.kept
         kept.begin(work, loaded=registry.holds(work.model))
+        run = state.run_of(work.spec)
         crowded = kept.num_bytes > 0
         while True:
             try:
@@ -149,12 +164,15 @@ class Execution:
                 if not is_out_of_memory(error):
                     raise
                 wanted = wanted_bytes(error)
+                crowded = crowded or (self.runs is not None and self.runs.free(but=run))
                 if not (crowded or self._models_are_in_the_way(wanted)):
                     raise
             # Outside the handler, for its traceback holds on to the failed run's tensors.
             if crowded:
-                crowded, others = False, "the graphs of other jobs"
+                crowded, others = False, "the graphs of other jobs and the states of other runs"
                 kept.drop()
+                if self.runs is not None:
+                    self.runs.free(but=run)
                 if registry.device.type == "cuda":
                     torch.cuda.empty_cache()
             else:
@@ -196,21 +214,43 @@ class Execution:
                     pace=self.pace,
                     leading=leading,
                 )
+                job = state.on_run(job, self.runs)
                 load_s = time.perf_counter() - began
-                computed = COMPUTATIONS[type(work.spec)](job, work.spec)
-                phases.enter(WRITE_RESULT)
-                written = commit(
-                    result_file,
-                    computed,
-                    work,
-                    rounding=job.rounding,
-                    weights_widened=job.weights_widened,
-                    model=loaded.name,
-                    model_version=loaded.version,
-                    device=device_name(*loaded.devices),
-                    peak=peak,
-                    load_s=load_s,
-                    resumed=job.checkpoints.resumed,
-                    led=leading.facts(computed.runs),
-                )
-        return Finished(written.view, written.content)
+                with self._state_settled(job):
+                    computed = COMPUTATIONS[type(work.spec)](job, work.spec)
+                    phases.enter(WRITE_RESULT)
+                    facts = {**computed.facts, **state.state_facts(job)}
+                    written = commit(
+                        result_file,
+                        replace(computed, facts=facts),
+                        work,
+                        rounding=job.rounding,
+                        weights_widened=job.weights_widened,
+                        model=loaded.name,
+                        model_version=loaded.version,
+                        device=device_name(*loaded.devices),
+                        peak=peak,
+                        load_s=load_s,
+                        resumed=job.checkpoints.resumed,
+                        led=leading.facts(computed.runs),
+                    )
+        return Finished(
+            written.view,
+            written.content,
+            step=step.made(computed),
+            saved_bytes=computed.saved_bytes,
+        )
+
+    @contextmanager
+    def _state_settled(self, job: LoadedJob) -> Iterator[None]:
+        """Note, once a step's result is there, that its run's state is the one it made.
+
+        If anything fails in here after the update has begun, the state is forgotten.
+        """
+        try:
+            yield
+            if job.run is not None and job.run.resident.doubtful:
+                job.run.resident.job, job.run.resident.doubtful = self.work.job_id, False
+        finally:
+            if self.runs is not None and job.run is not None and job.run.resident.doubtful:
+                self.runs.forget(job.run.run.id)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 from torch import Tensor
 
-from gradbox.protocol import CotangentsLoss, GradientSpec
+from gradbox.protocol import CotangentsLoss, GradientSpec, StepSpec
 from gradbox_engine import SetGradient
 from gradbox_engine.set_loss import split_set_gradient
 from gradbox_worker.computations import cotangents
@@ -25,10 +25,15 @@ def compute(job: LoadedJob, spec: GradientSpec) -> Computed:
     if isinstance(spec.loss, CotangentsLoss):
         return cotangents.compute(job, spec, spec.loss)
     loss = gradient_loss(spec, job.tensors, device=job.device)
+    return computed(gradient(job, spec, loss), spec, loss)
+
+
+def gradient(job: LoadedJob, spec: GradientSpec | StepSpec, loss: Loss) -> SetGradient:
+    """Return dL/dθ as the engine has it."""
     penalties = model_penalties(spec, job.tensors, device=job.device)
     parts = job.parts()
     with held_gradient(job, spec, penalties) as held:
-        answer = split_set_gradient(
+        return split_set_gradient(
             job.leading.devices(held),
             parts,
             job.groups,
@@ -39,10 +44,10 @@ def compute(job: LoadedJob, spec: GradientSpec) -> Computed:
             penalties=penalties,
             **job.calls,
         )
-    return _computed(answer, spec, loss)
 
 
-def _computed(answer: SetGradient, spec: GradientSpec, loss: Loss) -> Computed:
+def computed(answer: SetGradient, spec: GradientSpec | StepSpec, loss: Loss) -> Computed:
+    """Return what stands in the result file."""
     tensors = _tensors(answer, spec.returns)
     if loss.has_buffers and "buffers" in spec.returns:
         tensors |= section("loss_buffers", loss.buffers())

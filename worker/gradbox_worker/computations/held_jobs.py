@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradbox.protocol import ForwardSpec, GradientSpec, MixedGradientSpec
+from gradbox.protocol import ForwardSpec, GradientSpec, MixedGradientSpec, StepSpec
 from gradbox_engine import Objective, Penalty
 from gradbox_engine.mixed import held_mixed
 from gradbox_engine.ranges import HeldJob
@@ -40,7 +40,7 @@ def held(job: LoadedJob) -> AbstractContextManager[HeldJob]:
 
 
 def held_gradient(
-    job: LoadedJob, spec: GradientSpec, penalties: Sequence[Penalty] = ()
+    job: LoadedJob, spec: GradientSpec | StepSpec, penalties: Sequence[Penalty] = ()
 ) -> AbstractContextManager[HeldJob]:
     """Hold a gradient ready, of a loss or at cotangents."""
     return held_job(
@@ -80,4 +80,5 @@ def held_mixed_gradient(
 
 
 def _shared(job: LoadedJob) -> dict[str, Any]:
-    return {"observer": job.observer, "checkpoints": job.checkpoints.of, **job.calls}
+    shared = {"observer": job.observer, **job.calls}
+    return {**shared, "checkpoints": job.checkpoints.of} if job.checkpointed else shared

@@ -22,6 +22,7 @@ from gradbox_worker.computations.leading import ALONE, Leading, Rows, Run
 from gradbox_worker.files.blob_tensors import BlobTensors
 from gradbox_worker.files.rounded_gradients import RoundedGradients, widened_weights
 from gradbox_worker.models.registry import Loaded
+from gradbox_worker.runs import HeldRun
 from gradbox_worker.work import Work
 
 ENGINE_OPTIONS: Final = option_names(JobOptions) & CallKeywords.__optional_keys__
@@ -35,7 +36,9 @@ class LoadedJob:
         weights_widened: how many of the weights came in 16 bits.
         rows: where dense rows of this device go.
         result_memory_bytes: for what is on its way there.
+        checkpointed: whether its state is written at `checkpoints` and read there.
         leading: which devices run its ranges; for the one alone that leads them.
+        run: on whose state it runs, which `loaded` and `weights` are of; None is none.
     """
 
     work: Work
@@ -52,7 +55,9 @@ class LoadedJob:
     result_memory_bytes: int
     kept: KeptGraphs
     checkpoints: JobCheckpoints
+    checkpointed: bool = True
     leading: Leading = ALONE
+    run: HeldRun | None = None
 
     @classmethod
     def of(
@@ -132,6 +137,7 @@ class Computed:
 
     `tensors` are named SECTION/NAME, beside what was written to `LoadedJob.result` already. `facts`
     are fields of `Receipt`, `metadata` stands beside it. `runs` are how the ranges went.
+    `saved_bytes` is what a state takes that was saved.
     """
 
     tensors: Mapping[str, Tensor]
@@ -139,6 +145,7 @@ class Computed:
     seconds: Mapping[Phase, float]
     metadata: Mapping[str, str] = field(default_factory=dict)
     runs: Sequence[Run] = ()
+    saved_bytes: int | None = None
 
 
 class Compute(Protocol):

@@ -30,6 +30,8 @@ from gradbox.protocol import (
     JobSpec,
     RunOptions,
     SharedSpec,
+    StateRef,
+    StepSpec,
     option_names,
 )
 from gradbox_engine import KeptPass
@@ -160,10 +162,13 @@ class KeptGraphs:
 
 def _is_of_remote_autograd(spec: JobSpec) -> bool:
     """Return whether a job is one of the two halves of remote autograd."""
-    if isinstance(spec, GradientSpec):
+    if isinstance(spec, GradientSpec | StepSpec):
         return isinstance(spec.loss, CotangentsLoss)
     return isinstance(spec, ForwardSpec)
 
 
 def _terms(spec: JobSpec) -> dict[str, Any]:
-    return {field: getattr(spec, field) for field in set(SharedSpec.model_fields) - OWN}
+    terms = {field: getattr(spec, field) for field in set(SharedSpec.model_fields) - OWN}
+    if isinstance(spec, StepSpec):  # whose forward job ran on the state before it
+        terms["state"] = StateRef(run=spec.run, step=spec.number - 1)
+    return terms

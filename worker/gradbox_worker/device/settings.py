@@ -21,6 +21,7 @@ class DeviceSettings:
     device: str = "auto"  # auto | cpu | cuda:N | mps
     num_gpus: int = 1  # from cuda:N on; more than one in a cluster alone
     model_memory_bytes: int | None = None  # of weights kept on the device; None: half of it
+    run_memory_bytes: int | None = None  # of states of runs; None: a quarter of the device
     result_memory_bytes: int | None = None  # of a result on its way to disk; None: an eighth
     job_memory_bytes: int | None = None  # what a job may allocate; None: see MemoryLimit
     checkpoint_after_s: float | None = None  # of a job's run; None: see checkpoints.Pace

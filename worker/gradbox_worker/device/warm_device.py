@@ -38,6 +38,7 @@ from gradbox_worker.files.blob_tensors import Blobs, BlobTensors
 from gradbox_worker.models import read_models_file
 from gradbox_worker.models.models_file import ModelEntry
 from gradbox_worker.models.registry import Registry
+from gradbox_worker.runs import RunBook, RunStates, StateFiles
 from gradbox_worker.work import Failed, Outcome, Supervision, Work
 
 # Between two measurements of memory while a job runs; a shorter job has none.
@@ -45,11 +46,12 @@ MEASURE_S: Final = 0.5
 
 
 class WarmDevice:
-    """One device, the models on it, and the graphs kept between jobs.
+    """One device, the models on it, and the graphs and states of runs kept between jobs.
 
     Attributes:
         registry: the models.
         kept: the graphs that jobs left for later ones.
+        runs: the states of runs; None where no book of runs was given.
         limit: what a job may allocate.
         result_memory_bytes: what may be in memory of a result on its way into its file, or None.
         views: the models that were described when it was opened.
@@ -68,6 +70,8 @@ class WarmDevice:
         entries: Mapping[str, ModelEntry] | None = None,
         before_building: Callable[[str], None] = lambda name: None,
         blobs: BlobStore | None = None,
+        book: RunBook | None = None,
+        disk_reserve_bytes: int | None = None,
     ) -> None:
         """Open the device and build the models that are not known.
 
@@ -79,6 +83,8 @@ class WarmDevice:
             entries: of the models file, where that is not to be read here.
             before_building: called with the name of each model that is about to be built.
             blobs: the box's; those of the data folder alone if None, and then no result is small.
+            book: the box's runs; None is none.
+            disk_reserve_bytes: what states of runs leave free on the disk.
 
         Raises:
             ModelsFileError: the models file cannot be read.
@@ -113,6 +119,15 @@ class WarmDevice:
             name: view.reason for name, view in views.items() if not view.usable
         }
         self._blobs, self.kept = blobs or BlobStore(settings.data), KeptGraphs()
+        self.runs: RunStates | None = None
+        if book is not None:
+            budget = settings.run_memory_bytes
+            self.runs = RunStates(
+                StateFiles(settings.data / "runs", disk_reserve_bytes=disk_reserve_bytes),
+                book,
+                device=device,
+                budget_bytes=memory_bytes(*devices) // 4 if budget is None else budget,
+            )
         pace_s = settings.checkpoint_after_s
         self._pace = None if pace_s is None else Pace.after(pace_s)
         self._gauge = Gauge(measured, self.registry)
@@ -148,6 +163,7 @@ class WarmDevice:
             kept=self.kept,
             observer=self.watched(supervision),
             leading=leading,
+            runs=self.runs,
             result_memory_bytes=self.result_memory_bytes,
             limit=self.limit,
             pace=self._pace,
@@ -196,10 +212,21 @@ class WarmDevice:
         return DeviceObserver(supervision, gauge=self._gauge)
 
     def rest(self) -> float | None:
-        """Free graphs that no job has used in time, see `KeptGraphs`."""
+        """Free graphs that no job has used in time, and write states of runs that are due.
+
+        See `KeptGraphs` and `RunStates`.
+        """
         if self.kept.idle_left_s() == 0:
             self.kept.drop()
-        return self.kept.idle_left_s()
+        if self.runs is not None:
+            self.runs.rest()
+        waits = (self.kept.idle_left_s(), None if self.runs is None else self.runs.rest_left_s())
+        return min((wait for wait in waits if wait is not None), default=None)
+
+    def close(self) -> None:
+        """Write the states of runs that no file has."""
+        if self.runs is not None:
+            self.runs.close()
 
 
 class Gauge:

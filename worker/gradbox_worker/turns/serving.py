@@ -29,6 +29,7 @@ from gradbox_worker.device.orders import Orders
 from gradbox_worker.device.settings import Start
 from gradbox_worker.device.warm_device import WarmDevice
 from gradbox_worker.exceptions_to_problems import Caught, caught
+from gradbox_worker.runs import RecordedRuns
 from gradbox_worker.turns.turn import Attempts, TurnRunner
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,9 @@ def serve(start: Start, orders: Orders) -> None:
     """Open the device, and run jobs until told to end, or until one has spoilt the device."""
     connection = connect(start.turns.redis_url)
     notes = Notes(DeviceEntries(connection, start.turns.worker), start.mark)
-    fleet = Fleet(connection)
+    fleet, records, runs = Fleet(connection), Records(connection), Runs(connection)
+    reserve_bytes = start.turns.disk_reserve_bytes
+    results = ResultStore(start.settings.data, connection=connection, reserve_bytes=reserve_bytes)
 
     def opened(start: Start) -> WarmDevice:
         device = WarmDevice(
@@ -60,6 +63,8 @@ def serve(start: Start, orders: Orders) -> None:
             before_building=lambda name: notes.note(
                 building=ModelBuild(model=name, since_s=time.time())
             ),
+            book=RecordedRuns(runs, records, results),
+            disk_reserve_bytes=reserve_bytes,
         )
         until_taken(partial(fleet.describe, [view for view in device.views if view.usable]))
         return device
@@ -81,12 +86,10 @@ def serve(start: Start, orders: Orders) -> None:
     gc.freeze()  # what has been imported
     turns = Turns(connection)
     attempts = Attempts(
-        Records(connection),
+        records,
         turns,
-        ResultStore(
-            start.settings.data, connection=connection, reserve_bytes=start.turns.disk_reserve_bytes
-        ),
-        Runs(connection),
+        results,
+        runs,
         start.turns.worker,
         leaving=lambda: orders.leaving,
     )
@@ -106,6 +109,8 @@ def serve(start: Start, orders: Orders) -> None:
     )
     if runner.spoilt:
         _leave()
+    with unless_refused():
+        device.close()
 
 
 def take_turns(turns: Turns, runner: TurnRunner, *, when_quiet: Callable[[], object]) -> None:
@@ -116,9 +121,9 @@ def take_turns(turns: Turns, runner: TurnRunner, *, when_quiet: Callable[[], obj
     """
     quiet = False
     while not runner.orders.last:
-        left_s = runner.device.rest()
         wait_s = TAKE_S if quiet else QUIET_S
         try:
+            left_s = runner.device.rest()
             turn = turns.take(wait_s=wait_s if left_s is None else min(wait_s, max(0.01, left_s)))
             if turn is not None:
                 runner.run(turn.job_id)
