@@ -7,10 +7,10 @@
 
 Importing this package loads neither torch nor anything that reads a network or a file.
 
-Of its modules read `client` first, then `submitting` and `job`; `async_client` and `batch` are for
-many at a time, `errors` for whatever goes wrong, `losses` names the built-in ones.
-`settings` finds the box, `written_files` reads what a person wrote; `progress`, `html` and
-`printable` are what is shown, `spans` what is traced.
+Of its modules read `client` first, then `submitting` and `job`, and `runs` for training;
+`async_client` and `batch` are for many at a time, `errors` for whatever goes wrong, `losses` names
+the built-in ones. `settings` finds the box, `written_files` reads what a person wrote; `progress`,
+`html` and `printable` are what is shown, `spans` what is traced.
 """
 
 from importlib import import_module
@@ -36,7 +36,13 @@ if TYPE_CHECKING:
     from gradbox.inputs.packing import pack as pack
     from gradbox.job import Job as Job
     from gradbox.protocol import JobState as JobState
+    from gradbox.protocol import step_seed as step_seed
     from gradbox.results.result import GradResult as GradResult
+    from gradbox.runs import LoRA as LoRA
+    from gradbox.runs import Optimizer as Optimizer
+    from gradbox.runs import RunState as RunState
+    from gradbox.runs import TrainRun as TrainRun
+    from gradbox.runs import TrainStep as TrainStep
 
 from gradbox.errors import BlobInUse as BlobInUse
 from gradbox.errors import BlobRejected as BlobRejected
@@ -89,12 +95,18 @@ _LAZY = {
     "Job": "gradbox.job",
     "JobEvent": "gradbox.http.events",
     "JobState": "gradbox.protocol",
+    "LoRA": "gradbox.runs",
     "MixedGradient": "gradbox.computations",
+    "Optimizer": "gradbox.runs",
     "Packed": "gradbox.inputs.packing",
     "Penalty": "gradbox.computations",
     "PerSampleGradient": "gradbox.computations",
     "Retry": "gradbox.http.connection",
+    "RunState": "gradbox.runs",
+    "TrainRun": "gradbox.runs",
+    "TrainStep": "gradbox.runs",
     "pack": "gradbox.inputs.packing",
+    "step_seed": "gradbox.protocol",
 }
 
 _ERRORS = [

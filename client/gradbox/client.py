@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Unpack
+from typing import TYPE_CHECKING, Any, Final, TypeVar, Unpack
 
 import httpx
 
 from gradbox.batch import Batch
 from gradbox.computations import Computation
 from gradbox.computations.computation import Submission
-from gradbox.errors import UnusableModel
+from gradbox.errors import RunNotFound, UnusableModel
 from gradbox.html import Iterated, Listed
 from gradbox.http.connection import Connection, Retry, parsed
-from gradbox.http.paths import blob_path, job_path, model_path
+from gradbox.http.paths import blob_path, job_path, model_path, run_path
 from gradbox.http.posting import Answered
 from gradbox.job import QUICK_S, Job, JobWaits
 from gradbox.protocol import (
@@ -28,18 +29,26 @@ from gradbox.protocol import (
     ModelKeywords,
     ModelList,
     ModelView,
+    RunList,
+    RunView,
 )
+from gradbox.protocol.spec_fields import JOB_ID
 from gradbox.results.result import GradResult
 from gradbox.settings import ClientSettings, find_settings
 from gradbox.submitting import Submitter
 from gradbox.tensors.tensor_bytes import Tensor
 
 if TYPE_CHECKING:
+    from gradbox.computations.computation import OfARun
+    from gradbox.protocol.options import Mode, Precision
     from gradbox.remote.model import RemoteModel
+    from gradbox.runs import LoRA, Optimizer, TrainRun
 
 RELOAD_POLL_S: Final = 0.2
-# The most jobs that a box lists in one answer.
+# The most jobs, or runs, that a box lists in one answer.
 PAGE: Final = 500
+Page = TypeVar("Page", JobList, RunList)
+Listing = TypeVar("Listing")
 
 
 class GradClient:
@@ -161,25 +170,97 @@ class GradClient:
             OwnerOnly: everybody's jobs were asked for, and the token is not the box's owner's.
         """
         asked = {"state": state, "all": "true" if everybodys else None}
+        first, views = self._listed("/v1/jobs", JobList, lambda page: page.jobs, asked, limit)
+        jobs = (self._handle(Answered(view)) for view in views)
+        return Iterated(jobs, html=first._repr_html_)
 
-        def fetch(cursor: str | None, num_wanted: int | None) -> JobList:
-            page = None if num_wanted is None else min(num_wanted, PAGE)
-            query = asked | {"limit": page, "cursor": cursor}
-            given = httpx.QueryParams({k: v for k, v in query.items() if v is not None})
-            path = f"/v1/jobs?{given}" if given else "/v1/jobs"
-            return parsed(JobList, self._connection.request("GET", path))
+    def train(
+        self,
+        model: str,
+        *,
+        optimizer: Optimizer,
+        wrt: str | Sequence[str] | None = None,
+        adapter: LoRA | None = None,
+        mode: Mode = "train",
+        precision: Precision = "fp32",
+        seed: int = 0,
+        name: str = "",
+        start: OfARun | str | None = None,
+        start_weights: OfARun | str | None = None,
+    ) -> TrainRun:
+        """Begin a run: training on the box, where weights and optimizer then live.
 
-        def jobs(page: JobList) -> Iterator[Job]:
-            left = limit
-            while True:
-                yield from (self._handle(Answered(view)) for view in page.jobs)
-                left = None if left is None else left - len(page.jobs)
-                if page.next is None or (left is not None and left <= 0):
-                    return
-                page = fetch(page.next, left)
+            run = client.train("minilm", optimizer=Optimizer("adamw", lr=2e-5), wrt="encoder.*")
+            step = run.step(inputs=shards, loss=info_nce, loss_inputs={"labels": labels})
 
-        first = fetch(None, limit)
-        return Iterated(jobs(first), html=first._repr_html_)
+        Args:
+            model: NAME, or NAME@VERSION with at least 8 digits of the version.
+            optimizer: such as `Optimizer("adamw", lr=2e-5)`.
+            wrt: globs over the names of the parameters that are trained; by default every
+                floating-point parameter.
+            adapter: trained in place of the model's own parameters: `LoRA(...)`.
+            mode: of all steps, as for `Gradient`.
+            precision: of all steps, as for `Gradient`.
+            seed: step n draws from `step_seed(seed, n)`.
+            name: what listings show, and `find_run` finds.
+            start: a run, a state of one or the name of a saved one, of which weights, buffers, the
+                optimizer's state and the number of steps go on.
+            start_weights: the same, of which weights and buffers go on under a new optimizer.
+
+        Raises:
+            InvalidJob: an argument is none that a run can have, or the state that it is to start
+                from lacks something, which the message names.
+            UnknownModel: there is none of that name.
+            RunNotFound: there is no such state to start from.
+        """
+        from gradbox.runs.begin import run_spec
+
+        given: dict[str, Any] = {"wrt": wrt, "mode": mode, "precision": precision}
+        spec = run_spec(
+            model, optimizer, adapter, start, start_weights, seed=seed, name=name, **given
+        )
+        body = spec.model_dump_json().encode()
+        headers = {"Content-Type": "application/json", "Idempotency-Key": str(uuid.uuid4())}
+        send = self._connection.request
+        answer = send("POST", "/v1/runs", body=lambda: [body], headers=headers)
+        return self._run_handle(parsed(RunView, answer))
+
+    def find_run(self, run: str) -> TrainRun:
+        """Return a run by its id, or the newest of this user's by its name; it goes on from there.
+
+        Raises:
+            RunNotFound: there is no such run, or it is somebody else's.
+        """
+        if isinstance(run, str) and JOB_ID.fullmatch(run):
+            try:
+                answer = self._connection.request("GET", run_path(run))
+                return self._run_handle(parsed(RunView, answer))
+            except RunNotFound:
+                pass  # it may be a name
+        named = self.runs(name=run, limit=1) if isinstance(run, str) and run else iter(())
+        for found in named:
+            return found
+        raise RunNotFound(
+            f"expected the id or the name of a run, as `gradbox runs list` shows them, got "
+            f"{run!r:.120}: no run of yours has it"
+        )
+
+    def runs(
+        self, *, name: str | None = None, limit: int | None = None, everybodys: bool = False
+    ) -> Iterator[TrainRun]:
+        """Iterate over this user's runs, or those of all users, newest first.
+
+        Args:
+            name: only those of that name.
+            limit: at most so many; None is all.
+            everybodys: the runs of all users; for the box's owner.
+
+        Raises:
+            OwnerOnly: everybody's runs were asked for, and the token is not the box's owner's.
+        """
+        asked = {"name": name, "all": "true" if everybodys else None}
+        first, views = self._listed("/v1/runs", RunList, lambda page: page.runs, asked, limit)
+        return Iterated(map(self._run_handle, views), html=first._repr_html_)
 
     def blobs(self) -> list[BlobView]:
         """Return what this user has sent to the box and is there still, in no particular order."""
@@ -291,6 +372,40 @@ class GradClient:
         named = f"{view.name}@{view.version}"
         given = RemoteOptions(model=named, readout=readout, wrt=wrt, **options)
         return RemoteModel(self, view, weights=weights, options=given, progress=progress)
+
+    def _listed(
+        self,
+        path: str,
+        kind: type[Page],
+        views: Callable[[Page], list[Listing]],
+        asked: Mapping[str, str | None],
+        limit: int | None,
+    ) -> tuple[Page, Iterator[Listing]]:
+        """Return the first page of a list, and all views, whose pages are fetched as they come."""
+
+        def fetch(cursor: str | None, num_wanted: int | None) -> Page:
+            size = None if num_wanted is None else str(min(num_wanted, PAGE))
+            query = {**asked, "limit": size, "cursor": cursor}
+            given = httpx.QueryParams({k: v for k, v in query.items() if v is not None})
+            answer = self._connection.request("GET", f"{path}?{given}" if given else path)
+            return parsed(kind, answer)
+
+        def all_of(page: Page) -> Iterator[Listing]:
+            left = limit
+            while True:
+                yield from views(page)
+                left = None if left is None else left - len(views(page))
+                if page.next is None or (left is not None and left <= 0):
+                    return
+                page = fetch(page.next, left)
+
+        first = fetch(None, limit)
+        return first, all_of(first)
+
+    def _run_handle(self, view: RunView) -> TrainRun:
+        from gradbox.runs import RunClient, TrainRun
+
+        return TrainRun(RunClient(self._connection, self._submitter, self._handle), view)
 
     def _models(self, method: str, path: str) -> ModelList:
         return parsed(ModelList, self._connection.request(method, path))

@@ -205,13 +205,24 @@ class Job:
         """
         return self._wait(timeout, progress=progress, accept="application/json")
 
-    def _wait(self, timeout: float | None, *, progress: bool | None, accept: str) -> JobView:
-        """Ask how the job is, which the box answers at the job's end or a moment later."""
+    def _wait(
+        self,
+        timeout: float | None,
+        *,
+        progress: bool | None,
+        accept: str,
+        bar: ProgressBar | None = None,
+    ) -> JobView:
+        """Ask how the job is, which the box answers at the job's end or a moment later.
+
+        Args:
+            bar: what shows the job, in place of a bar of its own.
+        """
         if self._view.state.final:
             return self._view
         deadline_s = float("inf") if timeout is None else time.monotonic() + timeout
         try:
-            with ProgressBar(self._title, shown=progress) as bar:
+            with bar or ProgressBar(self._title, shown=progress) as bar:
                 while not self._view.state.final:
                     left_s = deadline_s - time.monotonic()
                     waited = self._ask(accept, wait_s=QUICK_S if left_s > QUICK_S else 0)

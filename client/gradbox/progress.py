@@ -31,6 +31,7 @@ BETWEEN_S: Final = 0.1
 # After this long a transfer's rate is known well enough to tell the time left.
 RATE_AFTER_S: Final = 1.0
 FORMAT: Final = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+STEPS_FORMAT: Final = "{desc}: step {n_fmt}, {rate_fmt}{postfix}"
 
 
 class ProgressBar:
@@ -131,6 +132,50 @@ class ProgressBar:
         self._bar.refresh()
 
 
+class StepsLine(ProgressBar):
+    """Shows the steps of a run on one line: how many, how many a second, the loss, the job.
+
+    The line is there while a step is made, and cleared when it is done: what a loop prints between
+    its steps has the lines to itself.
+    """
+
+    def __init__(self, title: str, *, shown: bool | None = None, done: int = 0) -> None:
+        super().__init__(title, shown=shown)
+        self._done = done
+        self._loss = ""
+
+    def __enter__(self) -> StepsLine:
+        self._draw("", 0, 1)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.clear()
+
+    def step(self, number: int, loss: float | None) -> None:
+        """Count a step that was made."""
+        self._loss = "" if loss is None else f"loss {loss:.4g}"
+        self._done = number
+        if self._bar is not None:
+            self._bar.set_postfix_str(self._loss, refresh=False)
+            self._bar.update(number - self._bar.n)
+
+    def _draw(self, phase: str, done: int, total: int, left: str = "") -> None:
+        if not self._shown:
+            return
+        if self._bar is None:
+            self._bar = _new_bar(self._title, None, bar_format=STEPS_FORMAT, initial=self._done)
+        job = f"{phase} {done}/{total}" if total > 1 else phase
+        parts = filter(None, (self._loss, printable(job), left))
+        self._bar.set_postfix_str(", ".join(parts), refresh=False)
+        self._bar.refresh()
+
+
 @contextmanager
 def downloading(
     title: str, *, shown: bool | None, stop: threading.Event | None = None
@@ -178,12 +223,21 @@ def in_notebook() -> bool:
     return shell is not None and "IPKernelApp" in shell.config
 
 
-def _new_bar(text: str, total: int) -> tqdm[Any]:
+def _new_bar(
+    text: str, total: int | None, *, bar_format: str = FORMAT, initial: int = 0
+) -> tqdm[Any]:
     with warnings.catch_warnings():
         # It warns of missing widgets; the text is as good.
         warnings.simplefilter("ignore")
         from tqdm.auto import tqdm
-    return tqdm(desc=text, total=total, bar_format=FORMAT, file=sys.stderr)
+    return tqdm(
+        desc=text,
+        total=total,
+        bar_format=bar_format,
+        initial=initial,
+        unit=" step",
+        file=sys.stderr,
+    )
 
 
 def _left(seconds: float) -> str:

@@ -109,6 +109,7 @@ class Submitter:
             answered = self._poster.send(
                 spec.model_dump_json().encode(),
                 submission.blobs,
+                path=submission.path,
                 headers=trace_headers(span.traceparent),
                 on_bytes=bar.show_upload,
                 stop=stop,

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -16,9 +16,11 @@ from gradbox.inputs.shards import ShardGroup, read_groups
 from gradbox.inputs.uploads import KnownTensors, SentTensor, Uploads
 from gradbox.protocol import (
     CotangentGradientSpec,
+    CotangentStepSpec,
     GradientOptions,
     JobOptions,
     JobSpec,
+    StateRef,
     TracedFunction,
     options_of,
 )
@@ -27,6 +29,19 @@ from gradbox.tensors.blob import Blob
 from gradbox.tensors.tensor_bytes import Tensor
 
 Spec = TypeVar("Spec", bound=BaseModel)
+Posted: TypeAlias = JobSpec | CotangentGradientSpec | CotangentStepSpec
+JOBS: Final = "/v1/jobs"
+
+
+class OfARun(Protocol):
+    """A run, or a state of one: its numbers are on the box already."""
+
+    @property
+    def state_ref(self) -> StateRef:
+        """Which state that is, as a spec names it."""
+
+
+Weights: TypeAlias = "Mapping[str, Tensor] | OfARun | str"
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,16 +51,18 @@ class Submission:
     Attributes:
         blobs: those that the spec names, but for what the client knows to be on the box.
         large: the large tensors that it names.
+        path: where it is posted.
     """
 
-    spec: JobSpec | CotangentGradientSpec
+    spec: Posted
     blobs: tuple[Blob, ...]
     large: tuple[SentTensor, ...]
+    path: str = JOBS
 
     @classmethod
-    def of(cls, spec: JobSpec | CotangentGradientSpec, uploads: Uploads) -> Submission:
+    def of(cls, spec: Posted, uploads: Uploads, *, path: str = JOBS) -> Submission:
         """Return the submission of a spec and what was collected for it."""
-        return cls(spec, uploads.blobs, tuple(uploads.large))
+        return cls(spec, uploads.blobs, tuple(uploads.large), path)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,7 +77,8 @@ class ModelCall:
             It is traced, as the loss is.
         method: the entry point, or {group: entry point}.
         weights: a partial state dict, name → tensor of the registered one's shape, laid over the
-            registered weights for this job alone.
+            registered weights for this job alone; or a run, one of its states (`run.at(100)`), or
+            the name of a saved one: then nothing is sent.
         order: the permutation that puts Z into the order that the loss expects, as `pack` gives it:
             integers of shape (samples,), or {group: integers}.
     """
@@ -69,7 +87,7 @@ class ModelCall:
     inputs: Any
     readout: Callable[..., Any] | None = None
     method: str | Mapping[str, str] = "forward"
-    weights: Mapping[str, Tensor] | None = None
+    weights: Weights | None = None
     order: Tensor | Mapping[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
@@ -110,10 +128,11 @@ class Computation(JobOptions, ModelCall, ABC):
                 f"it, got {type(self.model).__name__}; the numbers of a copy go along as "
                 f"weights=model.state_dict()"
             )
-        overlay = {} if self.weights is None else self.weights
+        state = state_ref(self.weights)
+        overlay = {} if self.weights is None or state is not None else self.weights
         if not isinstance(overlay, Mapping):
             raise InvalidInputs(
-                f"weights: expected {{name: tensor}}, got {type(overlay).__name__}; "
+                f"weights: expected {{name: tensor}} or a run, got {type(overlay).__name__}; "
                 f"write model.state_dict()"
             )
         return options_of(self, JobOptions) | {
@@ -121,6 +140,7 @@ class Computation(JobOptions, ModelCall, ABC):
             "inputs": uploads.groups(self.groups),
             "readout": self._traced_readout(uploads),
             "weights": uploads.named(overlay, where="weights"),
+            "state": state,
         }
 
     def _traced_readout(self, uploads: Uploads) -> TracedFunction | None:
@@ -162,6 +182,24 @@ def prepared(computation: Computation, known: KnownTensors | None = None) -> Sub
             f"{got}"
         )
     return given.prepare(known)
+
+
+def state_ref(given: Any, *, where: str = "weights") -> StateRef | None:
+    """Return the state that a run, one of its states or the name of a saved one stands for.
+
+    Args:
+        where: what an error begins with.
+
+    Returns:
+        None where it is something else.
+
+    Raises:
+        InvalidJob: it is no name that a state can have.
+    """
+    if isinstance(given, str):
+        return checked(StateRef, where=where, save=given)
+    found = getattr(given, "state_ref", None)
+    return found if isinstance(found, StateRef) else None
 
 
 def globs(wrt: str | Sequence[str] | None) -> list[str] | None:

@@ -7,10 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
 
 from gradbox.builtin_losses.signatures import check_builtin
-from gradbox.computations.computation import Differentiated, Submission, checked, globs, listed
+from gradbox.computations.computation import (
+    Differentiated,
+    Posted,
+    Submission,
+    checked,
+    globs,
+    listed,
+)
 from gradbox.computations.functions import (
     split_tensors_and_scalars,
     traced,
@@ -219,6 +226,7 @@ class Gradient(Differentiated):
         InvalidJob: an argument is given that cannot be beside `Cotangents`.
     """
 
+    beside_cotangents: ClassVar = BESIDE_COTANGENTS
     model: str = ""
     inputs: Any = None
     loss: Loss
@@ -233,7 +241,7 @@ class Gradient(Differentiated):
         given = [
             field.name
             for field in fields(self)
-            if field.name not in BESIDE_COTANGENTS and not _is_default(self, field)
+            if field.name not in self.beside_cotangents and not _is_default(self, field)
         ]
         if given:
             raise InvalidJob(
@@ -249,32 +257,31 @@ class Gradient(Differentiated):
     def prepare(self, known: KnownTensors | None = None) -> Submission:
         uploads = Uploads(known)
         if isinstance(self.loss, Cotangents):
-            return self._at_cotangents(self.loss, uploads)
+            fields = {"wrt": globs(self.wrt), **self.cotangent_fields(self.loss, uploads)}
+            spec: Posted = checked(CotangentGradientSpec, computation="gradient", **fields)
+        else:
+            spec = checked(GradientSpec, computation="gradient", **self.spec_fields(uploads))
+        return Submission.of(spec, uploads)
+
+    def spec_fields(self, uploads: Uploads) -> dict[str, Any]:
+        """Trace the functions and return the fields of a spec that has a loss over all shards."""
         tensors, scalars = split_tensors_and_scalars(self.loss_inputs, what="loss_inputs")
         if isinstance(self.loss, Builtin):
             loss: BuiltinLoss | GraphLoss = self._builtin_loss(self.loss, list(tensors), scalars)
         else:
             loss = GraphLoss(function=self._traced_loss(list(tensors), scalars, uploads))
         inputs = uploaded(tensors, uploads, where="loss_inputs")
-        given = self.shared_fields(uploads) | {
-            "computation": "gradient",
+        return self.shared_fields(uploads) | {
             "loss": loss,
             "loss_inputs": inputs,
             "penalties": [penalty.spec(uploads) for penalty in _penalties(self.penalties)],
             "returns": listed(self.returns),
         }
-        return Submission.of(checked(GradientSpec, **given), uploads)
 
-    def _at_cotangents(self, loss: Cotangents, uploads: Uploads) -> Submission:
-        spec = checked(
-            CotangentGradientSpec,
-            computation="gradient",
-            loss=loss.spec(uploads),
-            wrt=globs(self.wrt),
-            returns=listed(self.returns),
-            **options_of(self, RunOptions),
-        )
-        return Submission.of(spec, uploads)
+    def cotangent_fields(self, loss: Cotangents, uploads: Uploads) -> dict[str, Any]:
+        """Return the fields of a spec whose loss is cotangents."""
+        options = options_of(self, RunOptions)
+        return options | {"loss": loss.spec(uploads), "returns": listed(self.returns)}
 
     def _builtin_loss(
         self, loss: Builtin, tensors: list[str], scalars: dict[str, Scalar]

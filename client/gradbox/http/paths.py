@@ -1,11 +1,11 @@
-"""Where one job, one blob and one model are on a box, by what a user calls them."""
+"""Where one job, one run, one blob and one model are on a box, by what a user calls them."""
 
 from __future__ import annotations
 
 from typing import Any
 from urllib.parse import quote
 
-from gradbox.errors import InvalidRequest, JobNotFound, UnknownModel
+from gradbox.errors import InvalidRequest, JobNotFound, RunNotFound, UnknownModel
 from gradbox.protocol.spec_fields import DIGEST, JOB_ID
 
 
@@ -35,6 +35,20 @@ def job_path(job_id: Any) -> str:
             f"{job_id!r:.120}"
         )
     return f"/v1/jobs/{job_id}"
+
+
+def run_path(run_id: Any) -> str:
+    """Return the path of a run.
+
+    Raises:
+        RunNotFound: that is no run's id.
+    """
+    if not isinstance(run_id, str) or JOB_ID.fullmatch(run_id) is None:
+        raise RunNotFound(
+            f"expected the id of a run, as run.id has it and `gradbox runs list` shows it, got "
+            f"{run_id!r:.120}"
+        )
+    return f"/v1/runs/{run_id}"
 
 
 def model_path(name: Any) -> str:

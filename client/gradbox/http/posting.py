@@ -88,6 +88,7 @@ class Poster:
         job: bytes,
         blobs: Sequence[Blob],
         *,
+        path: str,
         headers: Mapping[str, str] | None = None,
         on_bytes: OnBytes | None = None,
         stop: threading.Event | None = None,
@@ -96,6 +97,7 @@ class Poster:
         """Upload the large blobs that the box does not have, and post the job with the small ones.
 
         Args:
+            path: where jobs of its kind are posted.
             headers: more of the posted job.
             on_bytes: see `Uploader.upload`.
             stop: once it is set, no more is uploaded, and nothing is posted.
@@ -110,17 +112,23 @@ class Poster:
         small = small_ones(self._uploader.missing(blobs), job_bytes=len(job))
         upload([blob for blob in blobs if blob not in small])
         try:
-            answered = self._post(job, small, headers, wait_s=wait_s)
+            answered = self._post(path, job, small, headers, wait_s=wait_s)
         except MissingBlobs:
             # The box's owner removed blobs since this client saw them there.
             self._uploader.forget()
             upload(blobs)
-            answered = self._post(job, (), headers, wait_s=wait_s)
+            answered = self._post(path, job, (), headers, wait_s=wait_s)
         self._uploader.note(small)
         return answered
 
     def _post(
-        self, job: bytes, blobs: Sequence[Blob], headers: Mapping[str, str], *, wait_s: int
+        self,
+        path: str,
+        job: bytes,
+        blobs: Sequence[Blob],
+        headers: Mapping[str, str],
+        *,
+        wait_s: int,
     ) -> Answered:
         """Post a job with blobs; repeated until it is answered, it is one job all the same."""
         form = Form.of(job, blobs)
@@ -132,7 +140,7 @@ class Poster:
         }
         try:
             answer = self._connection.request(
-                "POST", "/v1/jobs", body=lambda: [content], headers=headers, wait_s=wait_s
+                "POST", path, body=lambda: [content], headers=headers, wait_s=wait_s
             )
         except KeyboardInterrupt:
             print(

@@ -19,7 +19,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 
 from gradbox.computations import Cotangents, Forward, Gradient
-from gradbox.computations.computation import globs
+from gradbox.computations.computation import Weights, globs
 from gradbox.errors import GradboxError, InvalidInputs
 from gradbox.inputs.shards import ShardGroup
 from gradbox.protocol import GradientOptions, RunOptions, options_of
@@ -202,6 +202,9 @@ class Runner(Owner, Protocol):
     def run_until(self, forward: RemoteForward) -> None:
         """Run the forward jobs that wait, up to this one; raises what the first failed with."""
 
+    def done_forward(self, job_id: str, calls: Mapping[int, CallFacts]) -> DoneRemoteForward:
+        """Return the backward half of a forward job that is done."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class CallsForward(Forward):
@@ -231,7 +234,7 @@ class RemoteForward:
         owner: Runner,
         *,
         mode: Mode,
-        weights: Mapping[str, Any],
+        weights: Any,  # as a `Forward` takes them
         leaves: Sequence[Tensor],  # those of the user's weights that require grad
         names: Sequence[str],
     ) -> None:
@@ -268,7 +271,7 @@ class RemoteForward:
         if self._error is not None:
             raise self._error
 
-    def run(self, weights: Mapping[str, Any], *, returns: Sequence[Any]) -> GradResult | None:
+    def run(self, weights: Weights, *, returns: Sequence[Any]) -> GradResult | None:
         """Run the forward job and build the graph; return its result, or None if it failed.
 
         Args:
@@ -298,7 +301,7 @@ class RemoteForward:
         return result
 
     def _record(self, result: GradResult, facts: Mapping[int, CallFacts]) -> None:
-        done = DoneRemoteForward(self._owner, job_id=result.manifest.job, calls=facts)
+        done = self._owner.done_forward(result.manifest.job, facts)
         # Made before all outputs, so that autograd runs them after those, see `autograd`.
         of_job = GradientJob.apply(self._owner.anchor, done, *self._leaves)  # type: ignore[no-untyped-call]
         of_inputs = {

@@ -16,7 +16,14 @@ from gradbox.printable import printable
 from gradbox.protocol import ModelView
 from gradbox.remote.autograd import NotFetched
 from gradbox.remote.calls import read_call
-from gradbox.remote.forward_job import BARE, RemoteForward, RemoteOptions, RemoteOutput
+from gradbox.remote.forward_job import (
+    BARE,
+    CallFacts,
+    DoneRemoteForward,
+    RemoteForward,
+    RemoteOptions,
+    RemoteOutput,
+)
 from gradbox.remote.state import RemoteBuffers, rounded_weights, same, snapshot, trainable_leaves
 from gradbox.results.result import GradResult, add_gradients
 
@@ -27,7 +34,9 @@ MAX_CALLS: Final = 1000
 class Client(Protocol):
     """What a remote model needs of a `GradClient`."""
 
-    url: str
+    @property
+    def url(self) -> str:
+        """Where the box is."""
 
     def run(self, computation: Computation, *, progress: bool | None) -> GradResult:
         """Submit a job, wait for it and return its result."""
@@ -64,7 +73,7 @@ class RemoteModel:
         if not isinstance(weights, Mapping | None):
             raise InvalidInputs(
                 f"weights: expected {{name: tensor}}, got {type(weights).__name__}; "
-                f"write model.state_dict()"
+                f"write model.state_dict(), and of a run run.model(...)"
             )
         self.weights = dict(weights or {})
         self.anchor = torch.zeros((), requires_grad=True)
@@ -169,6 +178,10 @@ class RemoteModel:
                     self._grads[name] = self._grads[name] + gradient
                 else:
                     self._grads[name] = gradient.clone()
+
+    def done_forward(self, job_id: str, calls: Mapping[int, CallFacts]) -> DoneRemoteForward:
+        """Return the backward half of a forward job that is done."""
+        return DoneRemoteForward(self, job_id=job_id, calls=calls)
 
     def run_until(self, forward: RemoteForward) -> None:
         """Run the forward jobs that wait, up to this one; each begins with the buffers of the last.

@@ -36,22 +36,32 @@ class Drawable(Protocol):
 
 def plot(result: Drawable, kind: Kind | None, ax: Axes | None) -> Axes:
     """Draw a result; see `GradResult.plot`."""
-    try:
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise InvalidJob(
-            "plot: expected matplotlib, which is not installed: pip install 'gradbox[plot]'"
-        ) from error
+    figure_and_axes = new_figure()
     picture = kind or _natural_kind(result)
     if picture not in _DRAW:
         raise InvalidInputs(f"plot: expected kind to be one of {[*_DRAW]}, got {kind!r}")
     if ax is not None:
         _DRAW[picture](result, ax)
         return ax
-    figure, ax = pyplot.subplots(layout="constrained")
+    figure, ax = figure_and_axes()
     _DRAW[picture](result, ax)
     figure.set_figheight(max(figure.get_figheight(), LABEL_INCHES * len(ax.get_yticks())))
     return ax
+
+
+def new_figure() -> Callable[[], tuple[Any, Axes]]:
+    """Return what makes a figure and its axes.
+
+    Raises:
+        InvalidJob: matplotlib is not installed.
+    """
+    try:
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise InvalidJob(
+            "plot: expected matplotlib, which is not installed: pip install 'gradbox[plot]'"
+        ) from error
+    return lambda: pyplot.subplots(layout="constrained")
 
 
 def _natural_kind(result: Drawable) -> Kind:
