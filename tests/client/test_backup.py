@@ -20,6 +20,9 @@ def test_a_copy_taken_while_redis_writes_its_files_anew_is_whole(tmp_path: Path)
     server = EmbeddedRedis.start(data / "redis")
     (data / "owner-token").write_text("secret\n")
     models.write_text("[models]\n")
+    (data / "runs" / "r1").mkdir(parents=True)
+    (data / "runs" / "r1" / "save-good.safetensors").write_bytes(b"state")
+    (data / "runs" / "r1" / "7.0a.writing").write_bytes(b"half")
     connection, ends = connect(server.url), threading.Event()
 
     def write() -> None:
@@ -47,6 +50,8 @@ def test_a_copy_taken_while_redis_writes_its_files_anew_is_whole(tmp_path: Path)
         server.stop()
     assert (dest / "owner-token").read_text() == "secret\n"
     assert (dest / "models.toml").read_text() == "[models]\n"
+    [state] = (dest / "runs").glob("*/*")
+    assert (state.name, state.read_bytes()) == ("save-good.safetensors", b"state")
     assert [path.name for path in dest.parent.iterdir()] == ["last"]
 
 

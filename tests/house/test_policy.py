@@ -25,7 +25,7 @@ LONGEST_FILE = 500
 # is read by everybody who comes later: a feature brings its own by taking others out. A number is
 # raised in a commit that says what was bought, and lowered whenever there is less.
 MOST_LINES = {
-    "client/gradbox": 17_900,
+    "client/gradbox": 18_150,
     "client/gradbox_factors": 2_050,
     "service/gradbox_service": 14_950,
     "worker/gradbox_engine": 16_950,

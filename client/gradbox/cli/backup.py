@@ -4,12 +4,17 @@ Its records and tokens are in append-only files of Redis, of which a manifest na
 belong together. Redis writes them anew now and then, and removes those that it no longer names: so
 where one has gone meanwhile, all are copied again. A file that grows while it is copied is at worst
 cut short in its last change, which Redis ignores.
+
+The states of runs are files that never change once they have their names: on the same disk the copy
+has them by a second name, and takes no room.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -21,6 +26,7 @@ from gradbox.cli.output import say
 RECORDS: Final = Path("redis", "appendonlydir")
 MANIFEST: Final = "appendonly.aof.manifest"
 MODELS_FILE: Final = "models.toml"
+RUNS: Final = "runs"
 TOKENS: Final = ("revoked-tokens", "owner-token")
 # What a line of the manifest ends with whose file Redis is about to remove.
 HISTORY: Final = "h"
@@ -50,6 +56,7 @@ def run(dest: Destination, *, data: DataFolder = None, models: ModelsFile = None
         if path.is_file():
             shutil.copy2(path, new / (MODELS_FILE if path == models else path.name))
     _copy_records(folder / RECORDS, new / RECORDS)
+    _copy_states(folder / RUNS, new / RUNS)
     if os.geteuid() == 0:  # the copy is to belong to whom the data belongs
         owner = folder.stat()
         for path in (new, *new.rglob("*")):
@@ -61,6 +68,20 @@ def run(dest: Destination, *, data: DataFolder = None, models: ModelsFile = None
     if not models.is_file():
         say(f"no models file is in it, for none is at {models}: name it by --models")
     return 0
+
+
+def _copy_states(runs: Path, to: Path) -> None:
+    """Copy what is there; a file may go, or get its name, meanwhile."""
+    for path in runs.glob("*/*.safetensors"):
+        copy = to / path.parent.name / path.name
+        copy.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):
+            try:
+                os.link(path, copy)
+            except OSError as error:
+                if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP):
+                    raise
+                shutil.copy2(path, copy)
 
 
 def _copy_records(records: Path, to: Path) -> None:

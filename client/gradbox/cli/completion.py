@@ -1,4 +1,4 @@
-"""What the shell completes by asking the box: ids of jobs and names of models.
+"""What the shell completes by asking the box: ids of jobs and of runs, and names of models.
 
 It waits a second at most, and where no box answers in that time it completes nothing and prints
 nothing: whoever pressed Tab is writing a command.
@@ -35,6 +35,22 @@ def complete_job(ctx: typer.Context, args: list[str], incomplete: str) -> Comple
         (view.id[:length], printable(f"{view.state} {view.model} {view.name}".rstrip()))
         for view in views
         if view.id.startswith(incomplete)
+    ]
+
+
+def complete_run(ctx: typer.Context, args: list[str], incomplete: str) -> Completions:
+    """Return the ids and names of runs that begin so, each with how far the run is."""
+    try:
+        with _client() as client:
+            views = [run.view for run in client.runs(limit=LOOKED_THROUGH)]
+    except GradboxError:
+        return []
+    length = max(SHOWN_LENGTH, len(incomplete))
+    return [
+        (text, printable(f"{view.model} {view.name}, step {view.num_steps}"))
+        for view in views
+        for text in (view.id[:length], view.name)
+        if text and text.startswith(incomplete)
     ]
 
 
