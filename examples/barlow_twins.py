@@ -4,8 +4,8 @@
     python examples/barlow_twins.py
 
 The loss is a module with a projector, batch norm over all samples included; it travels as a graph,
-and its parameters' gradients come back as `loss.…`. The outputs of all shards meet in one
-cross-correlation matrix, so no shard's loss can be had without the others.
+and its parameters are trained on the box along with the model's, as `loss.…`. The outputs of all
+shards meet in one cross-correlation matrix, so no shard's loss can be had without the others.
 
 Source: Zbontar et al. 2021, "Barlow Twins: self-supervised learning via redundancy reduction".
 """
@@ -17,7 +17,7 @@ from digits import classifier, flat, load, report, shards
 from pictures import matrices, wanted
 from torch import Tensor, nn
 
-from gradbox import GradClient, Gradient
+from gradbox import GradClient, Optimizer
 
 REDUNDANCY, NUM_STEPS = 0.02, 40
 
@@ -50,26 +50,24 @@ def main() -> None:
     views = {name: x + 0.1 * torch.randn_like(x) for name in ("first", "second")}
     parameters = dict(model.named_parameters())
     parameters |= {f"loss.{name}": p for name, p in loss.named_parameters()}
-    optimizer = torch.optim.Adam(parameters.values(), lr=0.01)
     before = loss.correlation(*map(model, views.values()))
+    local = torch.autograd.grad(loss(*map(model, views.values())), [*parameters.values()])
     with GradClient() as client:
-        for step in range(NUM_STEPS):
-            job = Gradient(
-                model="digits",
+        run = client.train("digits", optimizer=Optimizer("adam", lr=0.01))
+        for _ in range(NUM_STEPS):
+            step = run.step(
                 inputs={name: shards(view) for name, view in views.items()},
                 loss=loss,
-                weights=model.state_dict(),
+                returns=("grads",) if run.num_steps == 0 else (),
             )
-            result = client.submit(job).result()
-            if step == 0:
-                value = loss(*map(model, views.values()))
-                local = torch.autograd.grad(value, [*parameters.values()])
-                report("the gradient", flat(result.grads[n] for n in parameters), flat(local))
-            for name, parameter in parameters.items():
-                parameter.grad = result.grads[name][()]
-            optimizer.step()
-            if step % 10 == 0:
-                print(f"step {step}: loss {result.loss:.3f}")
+            if step.number == 1:
+                report("the gradient", flat(step.grads[n] for n in parameters), flat(local))
+            if step.number % 10 == 0:
+                print(f"step {step.number}: loss {step.loss:.3f}")
+        trained = run.weights()
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(trained[name])
     after = loss.correlation(*map(model, views.values()))
     matrices(picture, {"before": before, f"after {NUM_STEPS} steps": after}, symmetric=True)
 
