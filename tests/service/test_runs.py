@@ -17,7 +17,7 @@ from gradbox_service.cleaning.cleaner import Cleaner
 from gradbox_service.database.conditional_commands import Beside
 from gradbox_service.jobs import JobRecord
 from gradbox_service.settings import Settings
-from tests.service.boxes import SHARDS, VERSION, begin, blob_of, spec_for, upload
+from tests.service.boxes import SHARDS, VERSION, announce, begin, blob_of, spec_for, upload
 from tests.service.conftest import Box, client_with, serve
 
 ADAMW = {"name": "adamw", "options": {"lr": 1e-3}}
@@ -472,3 +472,21 @@ def test_states_count_against_the_quota(backing: Backing, tmp_path: Path) -> Non
         answer = box.client.put(f"/v1/blobs/{blob_of(SHARDS)[0]}", content=blob_of(SHARDS)[1])
         assert problem(answer) == "storage-full"
         assert "your runs 97.7 KiB" in answer.json()["detail"]
+
+
+def test_the_worker_that_made_the_last_step_makes_the_next_if_it_idles(box: Box) -> None:
+    announce(box.backing, name="worker-2")
+    run, turns = a_run(box.client), box.backing.turns
+    own = turns._own_key("worker-1")
+    for number in range(1, 30):
+        job = post(box.client, run, number).json()["id"]
+        if box.backing.records._redis.llen(own):  # else the dispatcher was at work just then
+            assert number > 1
+            assert turns.waiting() == []
+            turn = turns.take(wait_s=1, worker="worker-1")
+            assert turn is not None
+            assert turn.job_id == job
+            return
+        turns.take(wait_s=5)
+        make(box.backing, run["id"], job, number=number)
+    raise AssertionError("no step went to the worker that has the run")

@@ -56,6 +56,7 @@ from gradbox_service.fleet import Standing, WorkerPresence
 from gradbox_service.identity.tokens import TokenInfo
 from gradbox_service.jobs import JobRecord
 from gradbox_service.queue.dispatch import Dispatcher
+from gradbox_service.runs.record import RunRecord
 from gradbox_service.settings import Settings
 
 # How old a look at Redis' memory may be: it does not fill up faster.
@@ -173,8 +174,8 @@ def post(body: bytes, sent: Sent, *, at: Admission) -> JobRecord:
         forward, spec = None, posted
     digest = spec_digest(spec)
     try:
-        spec = settle_state(spec, caller=sent.caller, box=at.box)
-        return queue(spec, digest=digest, forward=forward, sent=sent, at=at)
+        spec, run = settle_state(spec, caller=sent.caller, box=at.box)
+        return queue(spec, digest=digest, forward=forward, run=run, sent=sent, at=at)
     except GradboxError:
         if sent.idempotency_key is None:
             raise
@@ -193,6 +194,7 @@ def queue(
     sent: Sent,
     at: Admission,
     forward: ForwardJob | None = None,
+    run: RunRecord | None = None,
     beside: Callable[[str], Beside] = lambda _: Beside(),
 ) -> JobRecord:
     """Check a whole spec and queue its job.
@@ -200,6 +202,7 @@ def queue(
     Args:
         digest: of the spec as it was posted.
         forward: the job whose outputs its cotangents belong to.
+        run: on whose state it is; the device that made its last step goes first.
         beside: returns what is written together with a job of this id.
 
     Raises:
@@ -250,12 +253,21 @@ def queue(
                 record,
                 spec=spec,
                 turns=box.turns if is_fed else None,
+                worker=_worker_with(run, workers, at) if is_fed and run is not None else "",
                 beside=Beside(write, more.where),
             )
             return created
         finally:
             if is_fed and (created is None or created.id != record.id):
                 at.dispatcher.not_created(record)
+
+
+def _worker_with(run: RunRecord, workers: Sequence[WorkerPresence], at: Admission) -> str:
+    """Return the worker that has a run's newest state on its device, if that idles; else ""."""
+    last = at.box.records.get(run.last_job) if run.last_job and len(workers) > 1 else None
+    if last is None or last.worker not in {worker.name for worker in workers}:
+        return ""
+    return at.dispatcher.prefers(last)
 
 
 def _check_box(

@@ -11,22 +11,27 @@ from gradbox_service.runs.record import RunRecord
 from gradbox_service.runs.states import settled
 
 
-def settle_state(spec: JobSpec, *, caller: TokenInfo, box: Backing) -> JobSpec:
+def settle_state(
+    spec: JobSpec, *, caller: TokenInfo, box: Backing
+) -> tuple[JobSpec, RunRecord | None]:
     """Return a spec that names a state by its step or its save, and the run's model in full.
+
+    And the run, if there is one.
 
     Raises:
         RunNotFound: see `settled`.
         InvalidInputs: the model is another one.
     """
     if spec.state is None:
-        return spec
+        return spec, None
     state = settled(spec.state, caller=caller, runs=box.runs, records=box.records)
     if not is_model_of(state.run, spec.model):
         raise InvalidInputs(
             f"model: expected {state.run.model!r}, whose weights run {state.run.id} has, in "
             f"version {state.run.model_version[:16]}, got {spec.model!r:.100}"
         )
-    return spec.model_copy(update={"state": state.ref, "model": state.run.full_model})
+    update = {"state": state.ref, "model": state.run.full_model}
+    return spec.model_copy(update=update), state.run
 
 
 def is_model_of(run: RunRecord, model: str) -> bool:

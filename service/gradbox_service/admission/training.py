@@ -113,6 +113,7 @@ def post_step(body: bytes, run_id: str, number: int, *, sent: Sent, at: Admissio
             forward=forward,
             sent=sent,
             at=at,
+            run=run,
             beside=lambda job: box.runs.posting(run, job=job, digest=content),
         )
 
@@ -151,6 +152,7 @@ def _save(order: SaveOrder, run_id: str, *, sent: Sent, at: Admission) -> JobRec
             digest=spec_digest(spec),
             sent=sent,
             at=at,
+            run=run,
             beside=lambda job: box.runs.saving(save_by(job), before=before),
         )
 
@@ -177,6 +179,7 @@ def ask_weights(ref: StateRef, *, sent: Sent, at: Admission) -> JobRecord:
             digest=spec_digest(spec),
             sent=sent,
             at=at,
+            run=state.run,
             beside=lambda job: box.runs.asking(*named, job=job, before=before),
         )
 

@@ -99,6 +99,7 @@ class Records:
         spec: JobSpec,
         idempotency_key: str = "",
         turns: Turns | None = None,
+        worker: str = "",
         beside: Beside | None = None,
     ) -> JobRecord:
         """Store a queued job, or return the one that its owner posted before under the same key.
@@ -108,6 +109,7 @@ class Records:
         Args:
             idempotency_key: to be the record's.
             turns: where its turn is fed by the same write; None: it waits for one.
+            worker: whose turn it is, see `Turns.push`.
             beside: what else is written where the job is.
 
         Raises:
@@ -133,7 +135,7 @@ class Records:
             changes.write(pipe, None, record, said=turns is None)
             beside.write(pipe)
             if turns is not None:
-                turns.push(pipe, Turn(record.id, record.attempt + 1))
+                turns.push(pipe, Turn(record.id, record.attempt + 1), worker=worker)
             if self._creating.run(pipe, where={**where, **beside.where}):
                 return record
             if posted:  # read first: its job may be forgotten meanwhile

@@ -1,5 +1,7 @@
 """Turns: job ids in RQ's list. A turn says "run this job next" and can be lost without harm.
 
+A worker has a list of its own beside it, for jobs on a run whose state its device has.
+
 RQ's list has nothing but an id of each turn, which says all there is to know of it. What runs it is
 the device process of a worker, and the job's record says the rest.
 """
@@ -48,12 +50,20 @@ class Turns:
         self.push(pipe, turn)
         self._commands.run(pipe, where={})
 
-    def push(self, pipe: Pipeline, turn: Turn) -> None:
-        """Append a turn by a transaction of the caller's."""
+    def push(self, pipe: Pipeline, turn: Turn, *, worker: str = "") -> None:
+        """Append a turn by a transaction of the caller's.
+
+        Args:
+            worker: whose own list it is appended to, which idles and has what the job needs. If it
+                has gone by then, the turn is lost.
+        """
         # The same turn may be fed twice. RQ must not take the second for the first, so each has an
         # id of its own.
         rq_id = f"{turn.job_id}-{turn.attempt}-{secrets.token_hex(OWN_BYTES)}"
-        self._queue.push_job_id(rq_id, pipeline=pipe)
+        if worker:
+            pipe.rpush(self._own_key(worker), rq_id)
+        else:
+            self._queue.push_job_id(rq_id, pipeline=pipe)
 
     def take_back(self) -> None:
         """Remove the turns that nobody has taken yet."""
@@ -71,13 +81,15 @@ class Turns:
         """Return the turns that nobody has taken yet, next first."""
         return [turn for turn in map(turn_of, self._queue.get_job_ids()) if turn is not None]
 
-    def take(self, *, wait_s: float) -> Turn | None:
-        """Take the next turn; None if none came within `wait_s`.
+    def take(self, *, wait_s: float, worker: str = "") -> Turn | None:
+        """Take the next turn, first of those that are this worker's own.
+
+        None if none came within `wait_s`.
 
         It is popped, which Redis does also where it is full, and not moved to a second list as by
         RQ: if its job is not begun, the dispatcher feeds another.
         """
-        taken = self._redis.blpop([self._queue.key], timeout=wait_s)
+        taken = self._redis.blpop([self._own_key(worker), self._queue.key], timeout=wait_s)
         if taken is None:
             return None
         rq_id = cast(bytes, taken[1]).decode()
@@ -85,6 +97,9 @@ class Turns:
         if turn is None:
             log.error("the queue %s has %r, which is no turn, and is left out", QUEUE, rq_id)
         return turn
+
+    def _own_key(self, worker: str) -> str:
+        return f"{self._queue.key}:{worker}"
 
     def held(self, worker: str) -> Turn | None:
         """Return the turn that a worker's device has in hand, whoever may have its job by now."""

@@ -122,6 +122,16 @@ class Dispatcher(RepeatingThread):
         finally:
             self._state.release()
 
+    def prefers(self, last: JobRecord) -> str:
+        """Return the worker that ran a job if it idles since, for a job that `hands_out` fed.
+
+        It has what the job left on its device. "" where it is busy, or may be in a moment.
+        """
+        with self._state:
+            busy = {record.worker for record in self.jobs.running if record.id != last.id}
+            fed = len(self.jobs.fed)
+        return "" if fed > 1 or last.worker in busy else last.worker or ""
+
     def not_created(self, record: JobRecord) -> None:
         """Forget a job that was to be handed out, and was not created."""
         with self._state:

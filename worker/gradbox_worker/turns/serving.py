@@ -124,7 +124,9 @@ def take_turns(turns: Turns, runner: TurnRunner, *, when_quiet: Callable[[], obj
         wait_s = TAKE_S if quiet else QUIET_S
         try:
             left_s = runner.device.rest()
-            turn = turns.take(wait_s=wait_s if left_s is None else min(wait_s, max(0.01, left_s)))
+            if left_s is not None:
+                wait_s = min(wait_s, max(0.01, left_s))
+            turn = turns.take(wait_s=wait_s, worker=runner.attempts.worker)
             if turn is not None:
                 runner.run(turn.job_id)
         except redis.RedisError as error:  # the turn is lost, and the dispatcher's to feed
