@@ -34,7 +34,7 @@ PAGE: Final = 200
 # Of an owner's jobs; what only earlier ones needed goes by its last use.
 MAX_JOBS: Final = 2000
 # Computations from whose result no job goes on.
-ENDS: Final = frozenset({"gradient", "mixed_gradient"})
+ENDS: Final = frozenset({"gradient", "mixed_gradient", "state", "step"})
 
 
 class Needed:
