@@ -86,7 +86,7 @@ def plan(processes: int) -> list[Step]:
             "worker",
             "Tests of the worker",
             "tests/worker/test_turn.py",
-            "tests/worker/test_inline.py",
+            "tests/worker/test_inthread.py",
             "tests/worker/test_worker_process.py",
             "tests/worker/test_resume.py",
             limit_s=150,

@@ -13,7 +13,7 @@ FOUND = LargeResults(
     dense_bytes=1_800 * 2**20,
     raw_s=2.0,
     auto_s=0.3,
-    download=Beside(2**30, box_s=2.0, raw_s=1.5),
+    download=Beside(2**30, box_s=1.8, raw_s=1.5),
     upload=Beside(2**30, box_s=2.0, raw_s=1.5),
     output_bytes=2**30,
     grown_bytes=2**30,

@@ -162,7 +162,7 @@ def test_weight_decay_spares_what_the_loss_does_not_reach(box: TestBox) -> None:
 
 def test_events_tell_every_state_and_end_with_the_last(box: TestBox) -> None:
     with box.client() as client:
-        job = client.submit(Gradient(model="slow", inputs=slow_shards(3), loss=sum_of_squares))
+        job = client.submit(Gradient(model="slow", inputs=slow_shards(12), loss=sum_of_squares))
         events = list(job.events())
     states = [event.job.state for event in events if event.job is not None]
     assert states[0] is JobState.QUEUED
@@ -388,7 +388,9 @@ def test_a_result_on_this_machine_is_opened_where_it_lies(
     monkeypatch.delenv("GRADBOX_URL", raising=False)
     monkeypatch.delenv("GRADBOX_TOKEN", raising=False)
     with GradClient() as client:
-        job = client.submit(Forward(model="mlp", inputs=[torch.ones(2, 5, dtype=torch.float64)]))
+        # More than a small result has, which would be no file.
+        inputs = [torch.ones(4000, 5, dtype=torch.float64)]
+        job = client.submit(Forward(model="mlp", inputs=inputs))
         job.wait()
         result = job.result()
         (stored,) = (real.data / "results").glob(f"{job.id}.*.safetensors")
@@ -398,4 +400,4 @@ def test_a_result_on_this_machine_is_opened_where_it_lies(
         result.outputs["z"].zero_()
         assert stored.read_bytes() == before
         job.delete()
-        assert result.outputs["z"].shape == (2, 3)
+        assert result.outputs["z"].shape == (4000, 3)
