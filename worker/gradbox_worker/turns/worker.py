@@ -214,7 +214,6 @@ class Worker:
             self._device, self._next, self._retiring = self._next, None, False
             self._device.trial = False
             self._device.signal(LOOK)
-            self._announcer.note_reload(self._device.reloads)
         else:
             self._device.note_end(ended)
 
@@ -242,7 +241,8 @@ class Worker:
             self._look_at_next(self._next)
             return
         asked = self._fleet.reloads()
-        if asked == self._announcer.reloads or self._retiring or not self._device.ready:
+        is_read = asked in (self._announcer.reloads, self._device.reloads)
+        if is_read or self._retiring or not self._device.ready:
             return
         try:
             read_models_file(self._settings.models_file)
@@ -286,6 +286,8 @@ class Worker:
         if not entry.models and not self._announcer.has_offered:
             raise _none_usable(entry.unusable)
         self._announcer.offer(entry)
+        if self._device.reloads > self._announcer.reloads:  # once its models are offered
+            self._announcer.note_reload(self._device.reloads)
 
     def _announce(self) -> None:
         device, following = self._device, self._next
