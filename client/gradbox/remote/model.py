@@ -229,15 +229,22 @@ class RemoteModel:
             last is None
             or len(last.calls) >= MAX_CALLS
             or last.mode != self._mode
-            or not same(last.weights, self.weights)
+            or not self._are_newest(last.weights)
         ):
-            weights = snapshot(self.weights)
-            leaves = trainable_leaves(self.weights)
+            weights, leaves = self._newest_weights()
             last = RemoteForward(
                 self, mode=self._mode, weights=weights, leaves=leaves, names=self._names
             )
             self._waiting.append(last)
         return last
+
+    def _are_newest(self, weights: Any) -> bool:
+        """Return whether the weights of a job that waits are those of the next call."""
+        return same(weights, self.weights)
+
+    def _newest_weights(self) -> tuple[Any, Sequence[Any]]:
+        """Return the weights of the next call, and those of them that want gradients."""
+        return snapshot(self.weights), trainable_leaves(self.weights)
 
 
 def _output_names(readout: Callable[..., Any] | None) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from gradbox.errors import InvalidInputs
 from gradbox.protocol import ModelView, RunView, step_seed
 from gradbox.remote import RemoteModel, RemoteOptions
 from gradbox.remote.forward_job import CallFacts, DoneRemoteForward, RemoteForward, section
-from gradbox.remote.model import MAX_CALLS, Client
+from gradbox.remote.model import Client
 from gradbox.results.result import GradResult
 
 
@@ -129,16 +129,8 @@ class RunModel(RemoteModel):
                 self._num_calls = 0
             return super()._call(method, args, kwargs)
 
-    def _open_forward(self) -> RemoteForward:
-        last = self._waiting[-1] if self._waiting else None
-        if (
-            last is None
-            or len(last.calls) >= MAX_CALLS
-            or last.mode != self._mode
-            or last.weights is not self._state
-        ):
-            last = RemoteForward(
-                self, mode=self._mode, weights=self._state, leaves=(), names=self._names
-            )
-            self._waiting.append(last)
-        return last
+    def _are_newest(self, weights: Any) -> bool:
+        return weights is self._state
+
+    def _newest_weights(self) -> tuple[Any, Sequence[Any]]:
+        return self._state, ()

@@ -8,6 +8,7 @@ To read in this order:
     auth                 whose token or session, whose job
     allowances           how much an owner may ask at once: requests a second, streams, transfers
     bodies               bodies that are read whole: posted jobs with their blobs, and small ones
+    paging               lists, a page at a time
     waiting              answers that wait for a job's end, and hold its small result
     routes/              one module a noun
     event_hub            one reader of events for all listeners

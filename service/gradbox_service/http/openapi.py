@@ -13,6 +13,7 @@ from gradbox.protocol import (
     JOB_SPEC,
     CotangentGradientSpec,
     CotangentStepSpec,
+    JobView,
     Problem,
     ProgressView,
     RunSpec,
@@ -51,6 +52,13 @@ JOB_ANSWER: Described = {
     },
     "headers": {"Preference-Applied": header("`wait=N`, where the job's end was waited for")},
 }
+
+
+def answers_to_a_post(ended: str) -> dict[int | str, Described]:
+    """Describe the answers about a job that was posted, with `ended` where it has ended by then."""
+    return {200: {"model": JobView, "description": ended, **JOB_ANSWER}, 202: JOB_ANSWER}
+
+
 IDEMPOTENCY_KEY = sent(
     "idempotency-key",
     "Makes posting repeatable",

@@ -54,11 +54,6 @@ def is_taken(save: SaveRecord, records: Records) -> bool:
     return job is not None and not _ended_badly(job)
 
 
-def written_saves(run: RunRecord, runs: Runs) -> list[SaveRecord]:
-    """Return the saves of a run that are there."""
-    return [s for s in runs.saves(run.owner) if s.run == run.id and s.size_bytes is not None]
-
-
 def _ended_badly(job: JobRecord) -> bool:
     return job.state.final and job.result is None
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import heapq
-import math
 import time
 from collections.abc import AsyncIterable, Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import islice
 from typing import Annotated, Final
 
 import anyio.to_thread
-from fastapi import Depends, Header, Query, Request, Response
+from fastapi import Depends, Header, Request, Response
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 from starlette.routing import Route
 
-from gradbox.errors import InvalidRequest, OwnerOnly, Unauthorized
+from gradbox.errors import InvalidRequest, Unauthorized
 from gradbox.protocol import JobList, JobState, JobView
 from gradbox.spans import Spans, read_traceparent
 from gradbox_service.admission.posting import Admission, Sent, post
@@ -40,16 +38,22 @@ from gradbox_service.http.bodies import (
     read_parts,
 )
 from gradbox_service.http.event_hub import Hub
-from gradbox_service.http.openapi import JOB_ANSWER, JOB_REQUEST, MAX_KEY_LENGTH, PREFER
+from gradbox_service.http.openapi import (
+    JOB_ANSWER,
+    JOB_REQUEST,
+    MAX_KEY_LENGTH,
+    PREFER,
+    answers_to_a_post,
+)
+from gradbox_service.http.paging import Cursor, Everybodys, Limit, behind, check_may_list, page_of
 from gradbox_service.http.routes import Router
 from gradbox_service.http.waiting import answer_with, is_answered_at_once, waited_for
 from gradbox_service.identity.tokens import TokenInfo
-from gradbox_service.jobs import JobRecord, Mark
+from gradbox_service.jobs import JobRecord
 from gradbox_service.settings import KIB
 
 router = Router(prefix="/v1/jobs", tags=["jobs"])
 
-MAX_LISTED = 500
 # A body up to this size is received before its sender is known: uvicorn holds as much unasked.
 RECEIVED_UNASKED_BYTES = 64 * KIB
 SPANS = Spans("gradbox-service")
@@ -59,10 +63,7 @@ SPANS = Spans("gradbox-service")
     "",
     status_code=202,
     response_model=JobView,
-    responses={
-        200: {"model": JobView, "description": "The job has ended within the wait", **JOB_ANSWER},
-        202: JOB_ANSWER,
-    },
+    responses=answers_to_a_post("The job has ended within the wait"),
     openapi_extra=JOB_REQUEST,
 )
 async def post_job(request: Request, credentials: Credentials) -> Response:
@@ -133,33 +134,20 @@ def list_jobs(
     box: Box,
     caller: Caller,
     state: JobState | None = None,
-    limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 100,
-    everybodys: Annotated[
-        bool, Query(alias="all", description="Everybody's; for the box's owner alone")
-    ] = False,
-    cursor: Annotated[
-        str | None, Query(max_length=100, description="`next` of the page before")
-    ] = None,
+    limit: Limit = 100,
+    everybodys: Everybodys = False,
+    cursor: Cursor = None,
 ) -> JobList:
     """The caller's jobs, newest first, in pages."""
-    if everybodys and not caller.admin:
-        raise OwnerOnly(
-            "all=true lists everybody's jobs, which only the box's owner may: leave it out, or use "
-            "the token that `gradbox up` wrote"
-        )
+    check_may_list(caller, everybodys=everybodys, what="jobs")
     owners = box.records.owners() if everybodys else [caller.name]
-    after = None if cursor is None else mark(cursor)
-    # One more than the page, to know whether another follows.
-    found = [
+    after = behind(cursor)
+    found = [  # one more than the page, see `page_of`
         box.records.owned(owner, state=state, limit=limit + 1, after=after) for owner in owners
     ]
     newest_first = heapq.merge(*found, key=lambda r: (r.created_s, r.id), reverse=True)
-    records = list(islice(newest_first, limit + 1))
-    page, last = records[:limit], records[limit - 1 : limit]
-    return JobList(
-        jobs=_views(page, box),
-        next=f"{last[0].created_s!r}_{last[0].id}" if len(records) > limit else None,
-    )
+    page, following = page_of(newest_first, limit=limit)
+    return JobList(jobs=_views(page, box), next=following)
 
 
 @router.get(
@@ -242,25 +230,6 @@ def _views(records: Sequence[JobRecord], box: Backing) -> list[JobView]:
     queued = [record.id for record in records if record.state is JobState.QUEUED]
     positions, hold = box.records.positions(queued), box.operation.read().hold if queued else None
     return [_held(record.view(waits_at=positions.get(record.id)), hold) for record in records]
-
-
-def mark(cursor: str) -> Mark:
-    """Return the point in a list that a cursor names.
-
-    Raises:
-        InvalidRequest: it names none.
-    """
-    text, _, job_id = cursor.partition("_")
-    try:
-        created_s = float(text)
-    except ValueError:
-        created_s = math.nan
-    if not math.isfinite(created_s):
-        raise InvalidRequest(
-            f"cursor: expected what the page before gave as `next`, got {cursor!r}; leave it out "
-            f"for the first page"
-        )
-    return Mark(created_s, job_id)
 
 
 def _held(view: JobView, hold: str | None) -> JobView:

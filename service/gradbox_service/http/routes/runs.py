@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import islice
 from typing import Annotated
 
 import anyio.to_thread
 from fastapi import Path, Query, Request, Response
 
-from gradbox.errors import OwnerOnly, RunNotFound
+from gradbox.errors import RunNotFound
 from gradbox.protocol import History, JobView, RunList, RunView, StateRef
 from gradbox_service.admission.posting import Sent
 from gradbox_service.admission.training import ask_weights, make_run, post_step, save_state
@@ -24,13 +23,13 @@ from gradbox_service.http.openapi import (
     RUN_REQUEST,
     SAVE_REQUEST,
     STEP_REQUEST,
+    answers_to_a_post,
 )
+from gradbox_service.http.paging import Cursor, Everybodys, Limit, behind, check_may_list, page_of
 from gradbox_service.http.routes import Router
 from gradbox_service.http.routes.jobs import (
-    MAX_LISTED,
     answer_about,
     idempotency_key,
-    mark,
     take_job,
 )
 from gradbox_service.jobs import JobRecord
@@ -63,29 +62,16 @@ def list_runs(
     box: Box,
     caller: Caller,
     name: Annotated[str | None, Query(max_length=200)] = None,
-    limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 100,
-    everybodys: Annotated[
-        bool, Query(alias="all", description="Everybody's; for the box's owner alone")
-    ] = False,
-    cursor: Annotated[
-        str | None, Query(max_length=100, description="`next` of the page before")
-    ] = None,
+    limit: Limit = 100,
+    everybodys: Everybodys = False,
+    cursor: Cursor = None,
 ) -> RunList:
     """The caller's runs, newest first, in pages."""
-    if everybodys and not caller.admin:
-        raise OwnerOnly(
-            "all=true lists everybody's runs, which only the box's owner may: leave it out, or use "
-            "the token that `gradbox up` wrote"
-        )
-    after = None if cursor is None else mark(cursor)
-    owned = box.runs.owned(None if everybodys else caller.name, after=after)
-    # One more than the page, to know whether another follows.
-    found = list(islice((run for run in owned if name in (None, run.spec.name)), limit + 1))
-    page, last = found[:limit], found[limit - 1 : limit]
-    return RunList(
-        runs=_views(page, box),
-        next=f"{last[0].created_s!r}_{last[0].id}" if len(found) > limit else None,
-    )
+    check_may_list(caller, everybodys=everybodys, what="runs")
+    owned = box.runs.owned(None if everybodys else caller.name, after=behind(cursor))
+    named = (run for run in owned if name in (None, run.spec.name))
+    page, following = page_of(named, limit=limit)
+    return RunList(runs=_views(page, box), next=following)
 
 
 @router.get("/{run_id}")
@@ -129,10 +115,7 @@ def list_steps(
     "/{run_id}/steps/{number}",
     status_code=202,
     response_model=JobView,
-    responses={
-        200: {"model": JobView, "description": "The step has ended within the wait", **JOB_ANSWER},
-        202: JOB_ANSWER,
-    },
+    responses=answers_to_a_post("The step has ended within the wait"),
     openapi_extra=STEP_REQUEST,
 )
 async def post_one_step(
@@ -175,10 +158,7 @@ async def run_weights(
     "/{run_id}/saves",
     status_code=202,
     response_model=JobView,
-    responses={
-        200: {"model": JobView, "description": "Saved within the wait", **JOB_ANSWER},
-        202: JOB_ANSWER,
-    },
+    responses=answers_to_a_post("Saved within the wait"),
     openapi_extra=SAVE_REQUEST,
 )
 async def post_save(run_id: str, request: Request, credentials: Credentials) -> Response:
