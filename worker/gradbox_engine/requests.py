@@ -30,7 +30,8 @@ SOLE_GROUP = "z"
 class Group:
     """Shards that all go through one entry point of the model.
 
-    `shards` may be lazy: each is read when it is used, and again for its replay. A shard maps
+    `shards` may be lazy: each is read when it is used, and again for its replay; where it also has
+    `form(index)`, that tells shapes and dtypes unread, by tensors on the meta device. A shard maps
     argument names to tensors on any device; a name that is a whole number is a position, "0" the
     first. `streams` are the numbers (k, i) that each shard's random stream is derived from, beside
     the seed; by default the group's position and the shard's own. `order` is the permutation that

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,10 @@ from gradbox_engine.per_sample import (
     SampleResult,
     jacobian,
     per_sample_gradient,
+    planned_model,
 )
+from gradbox_engine.per_sample.planned_model import Plans
+from gradbox_engine.per_sample.planning.probe_runs import plan_for
 from gradbox_engine.per_sample.request import Request
 from gradbox_engine.ranges import Range, cut
 from gradbox_engine.ranges.one_device import done
@@ -108,13 +112,13 @@ def _gradients_in_ranges(
     request = _request(terms)
     ranges = SampleRanges(_model(), _groups(shards), request, loss=_loss, **SETTING, **how)
     parts = _parts(number, len(shards))
-    return split_samples(_Devices(ranges), parts, request, loss_inputs=LOSS_INPUTS)
+    return split_samples(ranges, _Devices(ranges), parts, request, loss_inputs=LOSS_INPUTS)
 
 
 def _jacobians_in_ranges(number: int, terms: Mapping[str, Any], **how: Any) -> SplitSamples:
     request = _request(terms)
     ranges = SampleRanges(_model(), _groups(SHARDS), request, **SETTING, **how)
-    return split_samples(_Devices(ranges), _parts(number), request)
+    return split_samples(ranges, _Devices(ranges), _parts(number), request)
 
 
 def _tensors(result: SampleResult) -> dict[str, Tensor]:
@@ -159,7 +163,9 @@ def test_jacobians_against_other_shards(reduce):
     one = jacobian(_model(), SHARDS, **SETTING, **terms, against=OtherShards(OTHERS))
     request = _request(terms)
     ranges = SampleRanges(_model(), _groups(SHARDS, OTHERS), request, **SETTING)
-    found = split_samples(_Devices(ranges), _parts(3), request, other_parts=_parts(2, len(OTHERS)))
+    found = split_samples(
+        ranges, _Devices(ranges), _parts(3), request, other_parts=_parts(2, len(OTHERS))
+    )
     _check(found, one, 3)
     assert torch.equal(found.other_values, one.other_values)
 
@@ -172,6 +178,7 @@ def test_gradients_against_other_shards_with_labels_of_their_own():
     request = _request({"reduce": "gram"})
     ranges = SampleRanges(_model(), _groups(SHARDS, OTHERS), request, loss=_loss, **SETTING)
     found = split_samples(
+        ranges,
         _Devices(ranges),
         _parts(2),
         request,
@@ -235,7 +242,7 @@ def test_shards_of_different_outputs_are_named():
     request = _request({})
     ranges = SampleRanges(_model(), _groups(shards), request)
     with pytest.raises(BadInputs, match="shard 1: expected 3 outputs a sample like shard 0, got"):
-        split_samples(_Devices(ranges), _parts(2, 2), request)
+        split_samples(ranges, _Devices(ranges), _parts(2, 2), request)
 
 
 def test_errors_name_shards_by_their_numbers_in_the_job():
@@ -283,10 +290,10 @@ class _Device:
     devices: _Devices
     number: int
 
-    def count(self, part: Range, *, of_others: bool) -> Future[tuple[int, ...]]:
+    def plans(self, part: Range, shapes: Any, *, of_others: bool) -> Future[Plans]:
         ranges = self.devices.ranges
         return self.devices.call(
-            "count", self.number, lambda: ranges.count(part, of_others=of_others)
+            "plans", self.number, lambda: ranges.plans(part, shapes, of_others=of_others)
         )
 
     def smaller(self, part: Range, task: SampleTask) -> Future[bool]:
@@ -304,7 +311,7 @@ class _Device:
 @pytest.mark.parametrize(
     ("dies", "lost"),
     [
-        ({1: "count"}, [1, 0, 0]),
+        ({1: "plans"}, [1, 0, 0]),
         ({5: "run"}, [0, 1, 0]),
         ({4: "run", 5: "run", 7: "run"}, [2, 1, 0]),
         ({4: "gram"}, [1, 0, 0]),
@@ -314,7 +321,7 @@ class _Device:
 def test_a_device_that_dies_costs_its_calls(dies, lost):
     request = _request({"reduce": "gram"})
     ranges = SampleRanges(_model(), _groups(SHARDS), request, **SETTING)
-    found = split_samples(_Devices(ranges, dies), _parts(3), request)
+    found = split_samples(ranges, _Devices(ranges, dies), _parts(3), request)
     whole = _jacobians_in_ranges(3, {"reduce": "gram"})
     assert torch.equal(found.arrays["gram"], whole.arrays["gram"])
     assert [run.devices_lost for run in found.ranges] == lost
@@ -341,3 +348,64 @@ def test_a_range_goes_on_behind_the_last_shard_of_its_checkpoint(name: tuple[str
     assert found.samples == expected.samples
     tensors = _tensors(found)
     assert all(torch.equal(tensors[key], tensor) for key, tensor in _tensors(expected).items())
+
+
+class _Apart:
+    """Devices that have a model each, one for every range; what passes between them is copied."""
+
+    def __init__(self, devices: Sequence[SampleRanges]) -> None:
+        self.devices = devices
+
+    def take(self, part: Range) -> Any:
+        return _Device(_Devices(_Copying(self.devices[part.index])), part.index)
+
+
+class _Copying:
+    def __init__(self, ranges: SampleRanges) -> None:
+        self.ranges = ranges
+
+    def plans(self, *given: Any, **how: Any) -> Plans:
+        return deepcopy(self.ranges.plans(*given, **how))
+
+    def run(self, part: Range, task: SampleTask) -> RangeSamples:
+        return self.ranges.run(part, deepcopy(task))
+
+
+def test_each_shape_is_planned_by_one_of_the_devices_that_have_it(monkeypatch):
+    planned = []
+
+    def counted(model: Any, position: Any, **how: Any) -> Any:
+        planned.append(model.shard(position)["0"].shape[0])
+        return plan_for(model, position, **how)
+
+    monkeypatch.setattr(planned_model, "plan_for", counted)
+    shards, request = _shards(3, 2, 4, 3, 2, 4, 5), _request({"reduce": "norm"})
+    apart = [SampleRanges(_model(), _groups(shards), request, **SETTING) for _ in range(2)]
+    found = split_samples(apart[-1], _Apart(apart), _parts(2, len(shards)), request)
+    assert sorted(planned) == [2, 3, 4, 5]
+    one = jacobian(_model(), shards, reduce="norm", **SETTING)
+    assert (found.roads, found.samples) == (one.roads, one.samples)
+    for name, norms in one.parameter_norms.items():
+        torch.testing.assert_close(found.parameter_norms[name], norms, rtol=EXACT, atol=EXACT)
+
+
+def test_a_plan_of_the_models_own_functions_stays_where_it_was_made():
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(context, gradient):
+            return 2 * gradient
+
+    class Doubling(nn.Linear):
+        def forward(self, x):
+            return nn.functional.linear(x, Doubled.apply(self.weight), self.bias)
+
+    model = Doubling(4, 3).double()
+    ranges = SampleRanges(model, _groups(SHARDS), _request({"reduce": "norm"}))
+    whole = Range(0, 1, 0, len(SHARDS))
+    shapes = ranges.shapes(whole, of_others=False)
+    assert ranges.plans(whole, shapes, of_others=False) == {}
+    assert ranges.count([whole], {}, of_others=False) == [sum(SIZES)]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,9 +13,12 @@ from gradbox_engine.errors import BadOutput, ModelCallFailed, NoBatchAxis
 from gradbox_engine.model.calling.blame import blaming
 from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.per_sample.backward import Head, RecordedGraph
-from gradbox_engine.per_sample.planning.model import CallableModel
+from gradbox_engine.per_sample.planning.model import CallableModel, Shapes, shapes_of
 from gradbox_engine.per_sample.planning.plan import Plan
 from gradbox_engine.per_sample.planning.probe_runs import SAMPLES, plan_for
+
+Plans = Mapping[Shapes, Plan]
+"""Plans of one job for shards of these shapes."""
 
 MOST_PLANS = 64  # of a model; a readout that a job brings makes a plan of its own
 
@@ -50,7 +53,7 @@ class PlannedModel:
 
     def count(self, position: Position) -> int:
         """Return how many samples a shard has."""
-        samples = self.plan(position).plan.samples(self.model.shard(position))
+        samples = self.plan(position).plan.samples(self.model.form(position))
         if samples is None:
             raise NoBatchAxis(
                 f"{self.model.where(position)}: expected a tensor that holds samples, got none"
@@ -59,7 +62,7 @@ class PlannedModel:
 
     def plan(self, position: Position) -> PlanInUse:
         """Return the plan for a shard's shapes, made if no job has."""
-        signature = self.model.signature(position)
+        signature = self._signature(position)
         used = self._in_use.get(signature)
         if used is not None:
             return used
@@ -72,14 +75,37 @@ class PlannedModel:
         """Make a plan on this shard, in place of one that there may be."""
         with blaming("the model", self.model.where(position), model=self.model.model):
             plan = plan_for(self.model, position, samples=samples)
-        signature = self.model.signature(position)
+        signature = self._signature(position)
         plans = _plans.setdefault(self.model.model, {})
         plans.pop(signature, None)
         if plan.kept:
             plans[signature] = plan
-        while len(plans) > MOST_PLANS:
-            del plans[next(iter(plans))]
+            _drop_oldest(plans)
         return self._use(signature, PlanInUse(plan, position, samples))
+
+    def for_others(self, positions: Iterable[Position], wanted: Collection[Shapes]) -> Plans:
+        """Return plans for some shapes, for other processes: of those of which they can have any.
+
+        Args:
+            positions: of shards among which each shape is found; a plan is made on its first.
+        """
+        found: dict[Shapes, Plan] = {}
+        for position in positions:
+            shapes = shapes_of(self.model.form(position))
+            if shapes in wanted and shapes not in found:
+                found[shapes] = self.plan(position).plan
+        return {shapes: plan for shapes, plan in found.items() if plan.is_shared}
+
+    def learn(self, group: int, plans: Plans) -> None:
+        """Take other processes' plans for a group's shards, where this one has none.
+
+        What they have found by them is left out: rows are compared here as by a new plan.
+        """
+        known = _plans.setdefault(self.model.model, {})
+        for shapes, plan in plans.items():
+            new = replace(plan, confirmed={}, batched_backward=None)
+            known.setdefault(self.model.signature(group, shapes), new)
+        _drop_oldest(known)
 
     def graph(self, plan: Plan, position: Position, head: Head) -> RecordedGraph:
         """Run a shard forward."""
@@ -123,6 +149,14 @@ class PlannedModel:
                 used.plan.loop_over_all(found["loops"], "")
             used.plan.loops.update(found["loops"])
 
+    def _signature(self, position: Position) -> tuple[Any, ...]:
+        return self.model.signature(position.group, shapes_of(self.model.form(position)))
+
     def _use(self, signature: Any, used: PlanInUse) -> PlanInUse:
         self._in_use[signature] = used
         return used
+
+
+def _drop_oldest(plans: dict[Any, Plan]) -> None:
+    while len(plans) > MOST_PLANS:
+        del plans[next(iter(plans))]

@@ -6,6 +6,7 @@ for itself. The leader calls their methods by name, see `ClusterDevice.call`.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -15,6 +16,8 @@ from torch import Tensor
 from gradbox.protocol import JacobianSpec, PerSampleGradientSpec
 from gradbox_engine import EngineError
 from gradbox_engine.per_sample import SampleResult
+from gradbox_engine.per_sample.planned_model import Plans
+from gradbox_engine.per_sample.planning.model import Shapes
 from gradbox_engine.ranges import (
     EarlierOutputs,
     NamedSums,
@@ -40,10 +43,11 @@ from gradbox_worker.work import Supervision, Work
 
 @dataclass(frozen=True)
 class SharedBySamples:
-    """What all ranges of a job are given: rows to multiply with, and tangents by parameter."""
+    """What all ranges of a job are given: plans, rows to multiply with, tangents by parameter."""
 
-    against: Factored | None = None
-    vectors: Any = None
+    plans: Plans
+    against: Factored | None
+    vectors: Any
 
 
 @dataclass(frozen=True)
@@ -164,9 +168,9 @@ class JobOfSamples(HelperJob):
         self._ranges = sample_ranges(self._job, spec)
         self._rows: dict[int, Factored] = {}
 
-    def count(self, part: Range, of_others: bool) -> tuple[int, ...]:
-        """Return how many samples each shard of a range has."""
-        return self._ranges.count(part, of_others=of_others)
+    def plans(self, part: Range, shapes: Collection[Shapes], of_others: bool) -> Plans:
+        """Return plans for shapes that the range's shards have, for all devices."""
+        return self._ranges.plans(part, shapes, of_others=of_others)
 
     def smaller(self, part: Range, task: SampleTask, shared: SharedBySamples) -> bool:
         """Return whether `form="auto"` keeps factors."""
@@ -196,4 +200,4 @@ class JobOfSamples(HelperJob):
 
 def _with(task: SampleTask, shared: SharedBySamples) -> SampleTask:
     vectors = task.vectors if shared.vectors is None else shared.vectors
-    return replace(task, vectors=vectors, against=shared.against)
+    return replace(task, plans=shared.plans, vectors=vectors, against=shared.against)

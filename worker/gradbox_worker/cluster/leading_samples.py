@@ -12,7 +12,7 @@ What crosses processes, as NumPy buffers in the object store:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,6 +24,8 @@ import ray
 import torch
 from torch import Tensor
 
+from gradbox_engine.per_sample.planned_model import Plans
+from gradbox_engine.per_sample.planning.model import Shapes
 from gradbox_engine.ranges import Range
 from gradbox_engine.ranges.one_device import done as at_once
 from gradbox_engine.ranges.samples import (
@@ -130,7 +132,7 @@ class LedSampleDevices:
         self._own_rows: dict[int, Factored] = {}
         self._rounding = rounding
         self._measured: list[Measured] = []
-        self._shared: dict[tuple[int, int], Any] = {}
+        self._shared: dict[tuple[int, int, int], Any] = {}
         self._factors: dict[HeldRows, Any] = {}
 
     def take(self, part: Range) -> SampleDevice:
@@ -149,9 +151,9 @@ class LedSampleDevices:
 
     # --- this device -----------------------------------------------------------------------------
 
-    def count(self, part: Range, *, of_others: bool) -> Future[tuple[int, ...]]:
-        """Count the samples of each shard of a range."""
-        return at_once(partial(self._own.count, part, of_others=of_others))
+    def plans(self, part: Range, shapes: Collection[Shapes], *, of_others: bool) -> Future[Plans]:
+        """Plan shapes that the range's shards have."""
+        return at_once(partial(self._own.plans, part, shapes, of_others=of_others))
 
     def smaller(self, part: Range, task: SampleTask) -> Future[bool]:
         """Return whether `form="auto"` keeps factors."""
@@ -217,9 +219,9 @@ class LedSampleDevices:
     def shared(self, task: SampleTask) -> Any:
         """Return a reference to what the tasks of all ranges have; put once."""
         vectors = task.vectors if isinstance(task.vectors, dict) else None
-        key = id(task.against), id(vectors)
+        key = id(task.plans), id(task.against), id(vectors)
         if key not in self._shared:
-            shared = as_buffers(SharedBySamples(task.against, vectors))
+            shared = as_buffers(SharedBySamples(task.plans, task.against, vectors))
             self.helpers.count("inputs", num_bytes(shared))
             self._shared[key] = ray.put(shared)
         return self._shared[key]
@@ -266,9 +268,9 @@ class SamplesOnHelper:
     def __init__(self, helper: OpenHelper, devices: LedSampleDevices) -> None:
         self._helper, self._devices = helper, devices
 
-    def count(self, part: Range, *, of_others: bool) -> Future[tuple[int, ...]]:
-        """Count the samples of each shard of a range."""
-        return self._devices.helpers.call(self._helper, "count", part, of_others)
+    def plans(self, part: Range, shapes: Collection[Shapes], *, of_others: bool) -> Future[Plans]:
+        """Plan shapes that the range's shards have."""
+        return self._devices.helpers.call(self._helper, "plans", part, shapes, of_others)
 
     def smaller(self, part: Range, task: SampleTask) -> Future[bool]:
         """Return whether `form="auto"` keeps factors."""
@@ -302,6 +304,6 @@ class SamplesOnHelper:
     def _asked(self, method: str, part: Range, task: SampleTask) -> Any:
         """Return a reference to what the helper makes of a task, whose rows it is sent."""
         vectors = None if isinstance(task.vectors, dict) else task.vectors
-        sent = replace(task, against=None, vectors=vectors)
+        sent = replace(task, plans={}, against=None, vectors=vectors)
         self._devices.helpers.count("inputs", num_bytes(sent))
         return self._helper.ask(method, part, sent, self._devices.shared(task))

@@ -104,10 +104,10 @@ def _split(job: LoadedJob, spec: Spec) -> SplitSamples:
     )
     own_parts = job.parts(rows.name, by_samples=_forms_rows(spec))
     other_parts = () if others is None else job.parts(others.name, of_others=True)
-    devices = job.leading.sample_devices(
-        sample_ranges(job, spec), device=job.device, rounding=job.rounding
-    )
+    own = sample_ranges(job, spec)
+    devices = job.leading.sample_devices(own, device=job.device, rounding=job.rounding)
     return split_samples(
+        own,
         devices,
         own_parts,
         request,

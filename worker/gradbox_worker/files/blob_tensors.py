@@ -61,7 +61,7 @@ class _Blob(ABC):
     def read(self, name: str, *, pinned: bool = False) -> Tensor:
         """Read a tensor to the host, into page-locked memory if it is to be copied from there."""
         entry = self.entries[name]
-        tensor = torch.empty(entry.shape, dtype=self._dtype(name), pin_memory=pinned)
+        tensor = torch.empty(entry.shape, dtype=self.dtype(name), pin_memory=pinned)
         if entry.begin == entry.end:
             return tensor
         memory = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
@@ -80,7 +80,8 @@ class _Blob(ABC):
     def close(self) -> None:
         """Close what is open."""
 
-    def _dtype(self, name: str) -> torch.dtype:
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor; `BlobRejected` where torch has none."""
         dtype = TORCH_DTYPES.get(self.entries[name].dtype)
         if dtype is None:
             raise BlobRejected(
@@ -121,7 +122,7 @@ class _BlobFile(_Blob):
 
     def mapped(self, name: str) -> Tensor:
         """Return a tensor in the file's own pages; what is written to it, the file does not get."""
-        entry, dtype = self.entries[name], self._dtype(name)
+        entry, dtype = self.entries[name], self.dtype(name)
         if entry.begin == entry.end:
             return torch.empty(entry.shape, dtype=dtype)
         begin, size_bytes = self._data_start + entry.begin, entry.end - entry.begin
@@ -182,28 +183,23 @@ class BlobTensors:
             BlobRejected: it ends early, or has a dtype that torch lacks.
             InvalidInputs: it has no tensor whose name begins with the prefix.
         """
-        blob = self._blob(ref.blob)
-        names = blob.names_under(ref.prefix)
-        if not names:
-            raise InvalidInputs(
-                f"expected tensors {ref.prefix!r}… in blob {ref.blob[:12]}…, which has "
-                f"{_listed(blob.entries)}; check the prefix in the job"
-            )
-        pinned = self._device.type == "cuda"
-        return {name.removeprefix(ref.prefix): blob.read(name, pinned=pinned) for name in names}
+        blob, pinned = self._blob(ref.blob), self._device.type == "cuda"
+        return {
+            name.removeprefix(ref.prefix): blob.read(name, pinned=pinned)
+            for name in _names_under(ref, blob)
+        }
 
     def forms(self, ref: ShardRef) -> dict[str, TensorForm]:
         """Return what the header says of a shard's tensors, by argument.
 
-        Raises:
-            MissingBlobs: the blob is not stored, or damaged.
+        Raises: as `shard`.
         """
         blob = self._blob(ref.blob)
         return {
             name.removeprefix(ref.prefix): TensorForm(
-                TORCH_DTYPES[blob.entries[name].dtype], tuple(blob.entries[name].shape)
+                blob.dtype(name), tuple(blob.entries[name].shape)
             )
-            for name in blob.names_under(ref.prefix)
+            for name in _names_under(ref, blob)
         }
 
     def shards(self, refs: Sequence[ShardRef]) -> LazyShards:
@@ -265,6 +261,23 @@ class LazyShards(Sequence[Mapping[str, Tensor]]):
         if isinstance(index, slice):
             return LazyShards(self._tensors, self._refs[index])
         return self._tensors.shard(self._refs[index])
+
+    def form(self, index: int) -> Mapping[str, Tensor]:
+        """Return a shard unread: tensors on the meta device, which have a shape and a dtype."""
+        return {
+            name: torch.empty(form.shape, dtype=form.dtype, device="meta")
+            for name, form in self._tensors.forms(self._refs[index]).items()
+        }
+
+
+def _names_under(ref: ShardRef, blob: _Blob) -> Sequence[str]:
+    names = blob.names_under(ref.prefix)
+    if not names:
+        raise InvalidInputs(
+            f"expected tensors {ref.prefix!r}… in blob {ref.blob[:12]}…, which has "
+            f"{_listed(blob.entries)}; check the prefix in the job"
+        )
+    return names
 
 
 def _listed(entries: Mapping[str, TensorEntry]) -> str:

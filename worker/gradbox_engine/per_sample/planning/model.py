@@ -25,6 +25,9 @@ from gradbox_engine.model.wrt import INPUTS, select
 from gradbox_engine.requests import CallKeywords, CallOptions, Group, Shard
 from gradbox_engine.torch_private import hooks_on_gradient, is_traceable_wrapper_subclass, tree_map
 
+Shapes = tuple[tuple[str, Any, Any], ...]
+"""What a plan depends on of a shard: the shape and dtype of each tensor, and all other values."""
+
 CHECKS = frozenset({"coupling", "self"})
 NOTHING = nullcontext()
 
@@ -79,6 +82,10 @@ class CallableModel:
     def shard(self, position: Position) -> Shard:
         """Return a shard where it lies, to be looked at and not called with."""
         return self._groups[position.group].shards[position.shard]
+
+    def form(self, position: Position) -> Shard:
+        """Return a shard of which nothing but shapes and dtypes is looked at."""
+        return form_of(self._groups[position.group].shards, position.shard)
 
     def copied(self, part: Shard) -> dict[str, Any]:
         """Return copies of some samples of a shard, on the device and in the job's precision."""
@@ -136,17 +143,28 @@ class CallableModel:
     def _tensors(self) -> dict[str, Tensor]:
         return dict(chain(self.model.named_parameters(), self.model.named_buffers()))
 
-    def signature(self, position: Position) -> tuple[Any, ...]:
-        """Return what a plan for a shard depends on."""
-        sizes = tuple(
-            (name, value.shape, value.dtype) if isinstance(value, Tensor) else (name, repr(value))
-            for name, value in self.shard(position).items()
-        )
+    def signature(self, group: int, shapes: Shapes) -> tuple[Any, ...]:
+        """Return what a plan for a shard of a group depends on."""
         options = self.options
         return (
-            options.mode, options.precision, self._groups[position.group].method, options.output,
-            options.readout, tuple(self.parameters), self.hooked, self.unchecked, sizes,
+            options.mode, options.precision, self._groups[group].method, options.output,
+            options.readout, tuple(self.parameters), self.hooked, self.unchecked, shapes,
         )  # fmt: skip
+
+
+def form_of(shards: Sequence[Shard], index: int) -> Shard:
+    """Return a shard unread, if its sequence can: see `Group`."""
+    unread = getattr(shards, "form", shards.__getitem__)
+    form: Shard = unread(index)
+    return form
+
+
+def shapes_of(form: Shard) -> Shapes:
+    """Return what a plan depends on of a shard."""
+    return tuple(
+        (name, value.shape, value.dtype) if isinstance(value, Tensor) else (name, repr(value), None)
+        for name, value in form.items()
+    )
 
 
 def _all_zero(tensor: Tensor) -> bool:

@@ -14,8 +14,15 @@ shows in the third run all the same, at its own output: see `mixing_layers`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MethodDescriptorType,
+    MethodWrapperType,
+    WrapperDescriptorType,
+)
 from typing import Any
 
 import torch
@@ -24,6 +31,8 @@ from torch import Tensor
 from gradbox_engine.per_sample.planning.probed_use import LOOP, VMAP, ProbedUse, ProbeUses
 from gradbox_engine.per_sample.recording.function_calls import Key
 from gradbox_engine.per_sample.recording.steps import DerivedStep, Step, VmapStep
+
+IN_C = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType)
 
 
 @dataclass
@@ -50,6 +59,11 @@ class Plan:
     confirmed: dict[int, set[str]] = field(default_factory=dict)  # by `RecordedGraph.calls`, the
     # parameters whose rows were all compared at a gradient that is not zero
     batched_backward: bool | None = None  # whether all outputs' backward run as one; None: untried
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes may use it, which find the functions in it by their names."""
+        return self.kept and all(_of_torch(step.function) for step in self.steps)
 
     def samples(self, arguments: Mapping[str, Any]) -> int | None:
         """Return how many samples these arguments hold, None where no argument holds any."""
@@ -89,6 +103,12 @@ class Plan:
         self.steps.clear()
         self.recorded = False
         self.loop(parameters, why)
+
+
+def _of_torch(function: Callable[..., Any]) -> bool:
+    if isinstance(function, FunctionType):
+        return function.__module__.partition(".")[0] == "torch"
+    return isinstance(function, IN_C)  # the methods of tensors among them
 
 
 def make_plan(probes: ProbeUses, parameters: Mapping[str, Tensor]) -> Plan:

@@ -142,9 +142,7 @@ class ProbedUse:
             return None
         if (input_axis.before, input_axis.after) != (output_axis.before, output_axis.after):
             return None
-        return RuleStep(
-            self.first.function, self.number, rule.name, rule, input_axis, output_axis, roles
-        )
+        return RuleStep(self.first.function, self.number, rule.name, input_axis, output_axis, roles)
 
     @cached_property
     def _bound(self) -> tuple[Rule, Layer, tuple[tuple[str, Key], ...]] | None:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from gradbox_engine.per_sample.recording.batch_axis import BatchAxis
 from gradbox_engine.per_sample.recording.function_calls import Key, StepRecorder, Terms, tensors_of
+from gradbox_engine.per_sample.rules import RULES
 from gradbox_engine.per_sample.rules.rule import Layer, Rule, Target
 from gradbox_engine.torch_private import (
     same_memory,
@@ -106,12 +107,16 @@ class DerivedStep(Step):
 class RuleStep(Step):
     """A function that has a rule."""
 
-    rule: Rule
     input_axis: BatchAxis
     output_axis: BatchAxis
     keys: tuple[tuple[str, Key], ...]  # role, key
 
     targets: dict[str, Target] = field(default_factory=dict)  # by role, as last seen
+
+    @property
+    def rule(self) -> Rule:
+        """The rule of the function."""
+        return RULES[self.function]
 
     def run(self, recorder: StepRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layer = self.rule.bind(*args, **kwargs)

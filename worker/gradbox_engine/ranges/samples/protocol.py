@@ -6,13 +6,15 @@ Every call stands by itself: nothing is held on a device between two of them but
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from gradbox_engine.per_sample.planned_model import Plans
+from gradbox_engine.per_sample.planning.model import Shapes
 from gradbox_engine.per_sample.request import Form, SampleResult
 from gradbox_engine.ranges.protocol import Range
 from gradbox_factors import Factored
@@ -36,6 +38,7 @@ class SampleTask:
     loss_inputs: Mapping[str, Any] = field(default_factory=dict)
     by_sample: frozenset[str] = frozenset()
     vectors: Any = None
+    plans: Plans = field(default_factory=dict)  # of all ranges' shards, as far as they are shared
     against: Factored | None = None
     of_others: bool = False  # whether the range is of the other shards, see `OtherShards`
     keep_rows: bool = False  # whether factors stay on the device, as `RangeSamples.rows`
@@ -52,8 +55,8 @@ class RangeSamples:
 class SampleDevice(Protocol):
     """One device that has the job's model. A future ends with an `EngineError` or `DeviceLost`."""
 
-    def count(self, part: Range, *, of_others: bool) -> Future[tuple[int, ...]]:
-        """Return how many samples each shard of a range has."""
+    def plans(self, part: Range, shapes: Collection[Shapes], *, of_others: bool) -> Future[Plans]:
+        """Return plans for shapes that the range's shards have, for all devices."""
 
     def smaller(self, part: Range, task: SampleTask) -> Future[bool]:
         """Return whether `form="auto"` keeps factors, by a range's first shard and B of the job."""

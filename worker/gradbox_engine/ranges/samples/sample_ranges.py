@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -14,8 +14,14 @@ from gradbox_engine.checkpoint import Checkpoints
 from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.per_sample.job import BUDGET_BYTES, PerSampleJob
 from gradbox_engine.per_sample.pieces import Piece, Sink
-from gradbox_engine.per_sample.planned_model import PlannedModel
-from gradbox_engine.per_sample.planning.model import CallableModel, callable_model
+from gradbox_engine.per_sample.planned_model import PlannedModel, Plans
+from gradbox_engine.per_sample.planning.model import (
+    CallableModel,
+    Shapes,
+    callable_model,
+    form_of,
+    shapes_of,
+)
 from gradbox_engine.per_sample.request import Request, SampleResult
 from gradbox_engine.ranges.protocol import Range
 from gradbox_engine.ranges.samples.protocol import RangeSamples, Rows, SampleTask
@@ -26,8 +32,8 @@ from gradbox_factors import Factored
 class SampleRanges:
     """What a device needs to run ranges of a per-sample job.
 
-    What is not described is as for `per_sample_gradient`, and the same on every device. Shards
-    outside of a device's ranges are not read.
+    What is not described is as for `per_sample_gradient`, and the same on every device. Of shards
+    outside of a device's ranges the shapes alone are asked for, and by the leader alone.
     """
 
     def __init__(
@@ -57,14 +63,32 @@ class SampleRanges:
         self._observer, self._budget_bytes, self._sink = observer or Silent(), budget_bytes, sink
         self._checkpoints = checkpoints
 
-    def count(self, part: Range, *, of_others: bool) -> tuple[int, ...]:
-        """Return how many samples each shard of a range has.
+    def shapes(self, part: Range, *, of_others: bool) -> list[Shapes]:
+        """Return what plans depend on of each shard of a range."""
+        positions = _positions(part, of_others=of_others)
+        return [shapes_of(form_of(self._groups[p.group].shards, p.shard)) for p in positions]
+
+    def plans(self, part: Range, shapes: Collection[Shapes], *, of_others: bool) -> Plans:
+        """Return plans for shapes that the range's shards have, made where there are none yet.
+
+        Raises:
+            NoBatchAxis, CoupledSamples: there is none.
+        """
+        with self._ready() as ready:
+            return PlannedModel(ready).for_others(_positions(part, of_others=of_others), shapes)
+
+    def count(self, parts: Sequence[Range], plans: Plans, *, of_others: bool) -> list[int]:
+        """Return how many samples each range has.
 
         Raises:
             NoBatchAxis: a shard has none.
         """
         with self._ready() as ready:
-            return tuple(map(PlannedModel(ready).count, _positions(part, of_others=of_others)))
+            planned = PlannedModel(ready)
+            planned.learn(int(of_others), plans)
+            return [
+                sum(map(planned.count, _positions(part, of_others=of_others))) for part in parts
+            ]
 
     def smaller(self, part: Range, task: SampleTask) -> bool:
         """Return whether `form="auto"` keeps factors, by a range's first shard and B of the job."""
@@ -100,8 +124,10 @@ class SampleRanges:
         )
         positions = _positions(part, of_others=task.of_others)
         with self._ready() as ready:
+            planned = PlannedModel(ready)
+            planned.learn(int(task.of_others), task.plans)
             found = PerSampleJob(
-                PlannedModel(ready),
+                planned,
                 positions,
                 request,
                 loss=self._loss,

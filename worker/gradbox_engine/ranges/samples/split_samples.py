@@ -1,5 +1,6 @@
 """`split_samples`: one per-sample job over ranges of its shards, wherever these run.
 
+    each shape:     its plan, on one device that has such a shard             SampleDevice.plans
     each range r:   the rows of its samples, or what they are reduced to      SampleDevice.run
     here:           rows and numbers of samples joined in order; sums (`clipped_sum`, `vjp`) added
                     in the tree of `reduction`
@@ -29,6 +30,8 @@ import torch
 from torch import Tensor
 
 from gradbox_engine.errors import BadInputs, BadReduction, DeviceLost
+from gradbox_engine.per_sample.planned_model import Plans
+from gradbox_engine.per_sample.planning.model import Shapes
 from gradbox_engine.per_sample.reductions import check_names
 from gradbox_engine.per_sample.request import Form, Request, SampleResult
 from gradbox_engine.per_sample.sample_loss import check_given_apart, rows_by_sample
@@ -42,6 +45,7 @@ from gradbox_engine.ranges.samples.protocol import (
     SampleDevices,
     SampleTask,
 )
+from gradbox_engine.ranges.samples.sample_ranges import SampleRanges
 from gradbox_engine.requests import Observer, Silent
 from gradbox_factors import Factored
 
@@ -71,6 +75,7 @@ class SplitSamples(SampleResult):
 
 
 def split_samples(
+    own: SampleRanges,
     devices: SampleDevices,
     parts: Sequence[Range],
     request: Request,
@@ -83,6 +88,7 @@ def split_samples(
     """Compute what the request asks of all samples.
 
     Args:
+        own: the job as the leader has it.
         devices: each has `SampleRanges` of the same job.
         parts: ranges that cover all shards in order.
         request: checked; its `against` may be rows of an earlier call, but not shards.
@@ -96,7 +102,7 @@ def split_samples(
         DeviceLost: no device is left, or one range has lost too many.
         EngineError: see `per_sample_gradient`.
     """
-    job = _SplitSamples(devices, parts, request, loss_inputs, observer or Silent())
+    job = _SplitSamples(own, devices, parts, request, loss_inputs, observer or Silent())
     if other_parts:
         job.run_others(other_parts, other_loss_inputs or {})
     return job.run()
@@ -107,25 +113,26 @@ class _SplitSamples:
 
     def __init__(
         self,
+        own: SampleRanges,
         devices: SampleDevices,
         parts: Sequence[Range],
         request: Request,
         loss_inputs: Mapping[str, Any] | None,
         observer: Observer,
     ) -> None:
-        self._devices, self._parts, self._request = devices, parts, request
+        self._own, self._devices, self._parts, self._request = own, devices, parts, request
         self._loss_inputs, self._has_loss = loss_inputs or {}, loss_inputs is not None
         self._observer, self._start = observer, time.perf_counter()
         self._lost = LostDevices()
-        self._samples = self._count(parts, of_others=False)
+        self._plans, self._samples = self._planned(parts, of_others=False)
         self._against = request.against if isinstance(request.against, Factored) else None
         self._other_values: Tensor | None = None
 
     def run_others(self, parts: Sequence[Range], given: Mapping[str, Any]) -> None:
         """Make the rows of the other shards, and gather them here as factors."""
-        samples = self._count(parts, of_others=True)
+        plans, samples = self._planned(parts, of_others=True)
         check_given_apart(self._loss_inputs, given, (sum(self._samples), sum(samples)))
-        basis = SampleTask("none", "smaller", 0, sum(samples), of_others=True)
+        basis = SampleTask("none", "smaller", 0, sum(samples), plans=plans, of_others=True)
         tasks = _with_rows(basis, samples, {**self._loss_inputs, **given})
         found = self._run(parts, tasks, samples)
         others = joined(parts, [f.result for f in found], reduce="none", seconds=0.0)
@@ -142,6 +149,7 @@ class _SplitSamples:
             first_sample=0,
             num_samples=num_samples,
             vectors=self._vectors(),
+            plans=self._plans,
             against=None if pulled_back else self._against,
             keep_rows=own_gram,
         )
@@ -163,10 +171,14 @@ class _SplitSamples:
         facts = {**vars(whole), "other_values": self._other_values, "seconds": seconds}
         return SplitSamples(**facts, ranges=self._runs(results))
 
-    def _count(self, parts: Sequence[Range], *, of_others: bool) -> list[int]:
-        """Return how many samples each range has."""
-        counts = self._on_devices(parts, lambda d, part: d.count(part, of_others=of_others))
-        return [sum(of_shards) for of_shards in counts]
+    def _planned(self, parts: Sequence[Range], *, of_others: bool) -> tuple[Plans, list[int]]:
+        """Have each shape planned by one device; return how many samples each range has, too."""
+        shared_out = share_out([self._own.shapes(part, of_others=of_others) for part in parts])
+        found = self._on_devices(
+            parts, lambda d, part: d.plans(part, shared_out[part.index], of_others=of_others)
+        )
+        plans = {shapes: plan for plans in found for shapes, plan in plans.items()}
+        return plans, self._own.count(parts, plans, of_others=of_others)
 
     def _run(
         self, parts: Sequence[Range], tasks: Sequence[SampleTask], samples: Sequence[int]
@@ -207,6 +219,18 @@ class _SplitSamples:
             SampleRun(part.start, part.stop, result.samples, result.seconds, self._lost.of(part))
             for part, result in zip(self._parts, results, strict=True)
         )
+
+
+def share_out(shapes: Sequence[Sequence[Shapes]]) -> list[set[Shapes]]:
+    """Return which shapes each range plans of those that it has: each shape is one range's."""
+    having: dict[Shapes, dict[int, None]] = {}
+    for index, of_range in enumerate(shapes):
+        for one in of_range:
+            having.setdefault(one, {})[index] = None
+    planned: list[set[Shapes]] = [set() for _ in shapes]
+    for one, ranges in sorted(having.items(), key=lambda item: len(item[1])):
+        planned[min(ranges, key=lambda index: len(planned[index]))].add(one)
+    return planned
 
 
 def _with_rows(
