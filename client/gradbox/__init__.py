@@ -49,6 +49,7 @@ from gradbox.errors import BlobRejected as BlobRejected
 from gradbox.errors import BlobTooLarge as BlobTooLarge
 from gradbox.errors import BoxDraining as BoxDraining
 from gradbox.errors import GradboxError as GradboxError
+from gradbox.errors import GradientNotFinite as GradientNotFinite
 from gradbox.errors import GraphRefused as GraphRefused
 from gradbox.errors import IdempotencyConflict as IdempotencyConflict
 from gradbox.errors import InvalidInputs as InvalidInputs

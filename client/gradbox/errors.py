@@ -23,6 +23,7 @@
     ├── JobFailed                       the job ended in `failed`
     │   ├── ReplayMismatch              a replay did not reproduce the first pass
     │   ├── LossNotFinite               the loss is NaN or infinite
+    │   ├── GradientNotFinite           a gradient of a run's step is: the run is as before
     │   ├── LossNotScalar               the loss has more than one entry
     │   ├── ModelCallFailed             the model refused its inputs
     │   ├── OutOfMemory                 one shard does not fit
@@ -287,6 +288,15 @@ class LossNotFinite(JobFailed):
 
     code = "loss-not-finite"
     title = "The loss is not finite"
+    category = "user"
+    status = 422
+
+
+class GradientNotFinite(JobFailed):
+    """A gradient of a run's step is NaN or infinite: the step was not made, its number is free."""
+
+    code = "gradient-not-finite"
+    title = "The gradient is not finite"
     category = "user"
     status = 422
 

@@ -41,6 +41,7 @@ SHORT = {
 }
 # Classes of one name, each for the reason beside it: elsewhere one name means one thing.
 ONE_NAME = {
+    "GradientNotFinite": "what the engine raises, and what its user catches",
     "LossNotFinite": "what the engine raises, and what its user catches",
     "LossNotScalar": "what the engine raises, and what its user catches",
     "ModelCallFailed": "what the engine raises, and what its user catches",

@@ -23,6 +23,11 @@ from tests.service.conftest import Box, client_with, serve
 ADAMW = {"name": "adamw", "options": {"lr": 1e-3}}
 
 
+def grouped(*wrt: str) -> dict[str, Any]:
+    """Return an optimizer with a group of options for the parameters of these names."""
+    return {"name": "sgd", "groups": [{"wrt": list(wrt), "options": {"lr": 0.5}}]}
+
+
 def a_run(client: httpx.Client, **fields: Any) -> dict[str, Any]:
     answer = client.post("/v1/runs", json={"model": "tiny", "optimizer": ADAMW} | fields)
     assert answer.status_code == 201, answer.text
@@ -151,6 +156,8 @@ def test_a_run_is_made_listed_and_seen_by_its_owner_alone(box: Box) -> None:
             "invalid-job",
         ),
         ({"adapter": {"rank": 2, "alpha": 4, "targets": ["*.query"]}}, "invalid-inputs"),
+        ({"optimizer": grouped("layer.biass")}, "invalid-inputs"),
+        ({"optimizer": grouped("layer.bias"), "wrt": ["layer.weight"]}, "invalid-inputs"),
         ({"start": {"save": "none"}}, "run-not-found"),
         ({"speed": 3}, "invalid-job"),
     ],
@@ -160,6 +167,11 @@ def test_a_run_that_does_not_fit_is_refused_at_once(
 ) -> None:
     answer = box.client.post("/v1/runs", json={"model": "tiny", "optimizer": ADAMW} | fields)
     assert (answer.status_code // 100, problem(answer)) == (4, kind), answer.text
+
+
+@pytest.mark.parametrize("glob", ["layer", "*.weight", "loss.head", "loss_inputs.*", "*.scale"])
+def test_a_group_of_what_a_run_may_train_is_taken(box: Box, glob: str) -> None:
+    assert a_run(box.client, optimizer=grouped(glob))["num_steps"] == 0
 
 
 def test_one_key_makes_one_run(box: Box) -> None:

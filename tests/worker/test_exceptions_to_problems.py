@@ -10,7 +10,7 @@ import torch
 
 import gradbox_engine
 from gradbox import errors
-from gradbox_engine.errors import EngineError
+from gradbox_engine.errors import EngineError, GradientNotFinite
 from gradbox_worker.computations.placement import choose_device
 from gradbox_worker.errors import ModelsFileError
 from gradbox_worker.exceptions_to_problems import Caught, caught, translated
@@ -44,6 +44,7 @@ def test_a_device_that_is_not_there_is_told_without_a_traceback(name: str) -> No
         (gradbox_engine.ReplayMismatch("m"), "replay-mismatch"),
         (gradbox_engine.LossNotScalar("m"), "loss-not-scalar"),
         (gradbox_engine.LossNotFinite("m"), "loss-not-finite"),
+        (GradientNotFinite("m"), "gradient-not-finite"),
         (MODEL_FAILED("m"), "model-call-failed"),
         (gradbox_engine.UnknownParameter("m"), "invalid-inputs"),
         (gradbox_engine.BadOutput("m"), "invalid-inputs"),

@@ -6,11 +6,13 @@ looked at again, see `Outdated`.
 
 from __future__ import annotations
 
+import re
 import time
 import uuid
 from contextlib import suppress
 from fnmatch import fnmatchcase
-from typing import Any
+from itertools import chain
+from typing import Any, Final
 
 from gradbox.errors import InvalidInputs, InvalidJob, ServiceUnavailable
 from gradbox.protocol import (
@@ -39,6 +41,9 @@ from gradbox_service.runs.record import RunRecord, SaveRecord
 from gradbox_service.runs.states import SettledState, is_taken, settled
 from gradbox_service.runs.steps import completed, conflict, earlier_job, from_run, visible
 
+# Begin the names of what a loss trains.
+OF_THE_LOSS: Final = ("loss.", "loss_inputs.")
+
 
 def make_run(body: bytes, *, sent: Sent, at: Admission) -> RunRecord:
     """Check what makes a run and make it, or return the run that the same key has made.
@@ -59,6 +64,7 @@ def make_run(body: bytes, *, sent: Sent, at: Admission) -> RunRecord:
     check_optimizer(spec.optimizer)
     model = find_model(spec.model, workers=box.fleet.workers(), fleet=box.fleet)
     _check_trained(spec, model)
+    _check_groups(spec, model)
     run_id, first = uuid.uuid4().hex, 0
     if spec.start is not None:
         start = settled(spec.start, caller=sent.caller, runs=box.runs, records=box.records)
@@ -213,6 +219,29 @@ def _check_trained(spec: RunSpec, model: ModelView) -> None:
             raise InvalidInputs(
                 f"{where}: {glob!r} matches nothing of model {model.name!r}"
                 f"{near_misses(glob, parameters)}"
+            )
+
+
+def _check_groups(spec: RunSpec, model: ModelView) -> None:
+    """Check the names in the optimizer's groups, as far as they are known.
+
+    What an adapter's parameters are called, and those of a loss, the first step knows and checks.
+
+    Raises:
+        InvalidInputs: a pattern matches no parameter that is trained.
+    """
+    if spec.adapter is not None:
+        return
+    parameters = model.parameter_names()
+    named = chain(*(matching(glob, parameters) for glob in spec.wrt or ["*"]))
+    trained = [*dict.fromkeys(model.tied.get(name, name) for name in named)]
+    for glob in chain(*(group.wrt for group in spec.optimizer.groups)):
+        begin = re.split(r"[*?[]", glob, maxsplit=1)[0]
+        of_loss = any(of.startswith(begin) or begin.startswith(of) for of in OF_THE_LOSS)
+        if not of_loss and not matching(glob, trained):
+            raise InvalidInputs(
+                f"optimizer: groups: {glob!r} matches no parameter that the run trains"
+                f"{near_misses(glob, trained)}"
             )
 
 

@@ -123,6 +123,27 @@ def test_groups_have_options_and_rates_of_their_own() -> None:
         state.step(grads, lr=[0.1])
 
 
+def test_a_group_names_modules_and_the_first_that_names_a_parameter_has_it() -> None:
+    groups = [ParameterGroup(["2"], {"lr": 0.5}), ParameterGroup(["*"], {"lr": 0.2})]
+    state = TrainingState(named(model()), OptimizerChoice("sgd", {"lr": 0.1}, groups))
+    before = {name: weight.clone() for name, weight in state.weights.items()}
+    state.step({name: torch.ones_like(weight) for name, weight in before.items()})
+    moved = {name: float((before[name] - w).mean()) for name, w in state.weights.items()}
+    assert {name: pytest.approx(0.5 if name[0] == "2" else 0.2) for name in before} == moved
+
+
+def test_a_group_without_a_parameter_is_named() -> None:
+    groups = [ParameterGroup(["*.weights"], {}), ParameterGroup(["loss.scale"], {})]
+    state = TrainingState(named(model()), OptimizerChoice("sgd", {"lr": 0.1}, groups))
+    with pytest.raises(BadOptimizer, match=r"got '\*.weights'.*did you mean '0.weight'"):
+        state.check_groups(["loss.scale"])
+    groups = groups[1:]
+    state = TrainingState(named(model()), OptimizerChoice("sgd", {"lr": 0.1}, groups))
+    state.check_groups(["loss.scale"])
+    with pytest.raises(BadOptimizer, match=r"got 'loss.scale'"):
+        state.check_groups([])
+
+
 def test_bfloat16_has_a_master_that_takes_small_updates() -> None:
     narrow = {"w": torch.ones(4, dtype=torch.bfloat16)}
     state = TrainingState(narrow, OptimizerChoice("sgd", {"lr": 1.0}))
@@ -163,7 +184,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
     before = {key: tensor.clone() for key, tensor in state.tensors().items()}
     grads = grads_at(state, model(), 1)
     grads["2.weight"][0, 0] = bad
-    with pytest.raises(GradientNotFinite, match=r"in 2\.weight: the step was not made"):
+    with pytest.raises(GradientNotFinite, match=r"in 2\.weight: the run is unchanged, at step 1"):
         state.step(grads, lr=0.7)
     assert all(torch.equal(state.tensors()[key], tensor) for key, tensor in before.items())
     assert (state.num_steps, state.facts()["lr"]) == (1, [1e-3])

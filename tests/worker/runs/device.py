@@ -23,6 +23,7 @@ from gradbox.protocol import (
     StepSpec,
     step_seed,
 )
+from gradbox_worker.computations.checkpoints import Pace
 from gradbox_worker.computations.execution import Execution
 from gradbox_worker.computations.kept_graphs import KeptGraphs
 from gradbox_worker.exceptions_to_problems import Caught
@@ -203,9 +204,11 @@ class Device:
         observer: Any = None,
         earlier: Path | None = None,
         recorded: bool = True,
+        again: Work | None = None,
+        pace: Pace | None = None,
     ) -> tuple[Work, Finished | Stopped | Caught]:
-        """Run a job, and record it if it was a step that was made."""
-        work = self.work(spec, earlier=earlier)
+        """Run a job, or `again` one that was stopped; record it if it was a step that was made."""
+        work = again or self.work(spec, earlier=earlier)
         answer = Execution(
             work=work,
             registry=self.registry,
@@ -213,6 +216,7 @@ class Device:
             kept=self.kept,
             observer=observer or Silent(),
             runs=self.states,
+            pace=pace,
         ).attempt()
         if recorded and isinstance(answer, Finished) and isinstance(spec, StepSpec):
             self.book.finish(spec, work)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gradbox.errors import JobFailed
+from gradbox.errors import GradientNotFinite, JobFailed
 from gradbox.protocol import (
     CotangentsLoss,
     ForwardSpec,
@@ -28,6 +29,7 @@ from gradbox_service.jobs import Records
 from gradbox_service.runs import RunRecord, Runs
 from gradbox_worker.cluster.turn import NamedDevices
 from gradbox_worker.computations import cotangents
+from gradbox_worker.computations.checkpoints import Pace
 from gradbox_worker.computations.execution import StopNow
 from gradbox_worker.device.settings import DeviceSettings
 from gradbox_worker.device.warm_device import WarmDevice
@@ -40,6 +42,7 @@ from tests.service.boxes import a_record
 from tests.valkey import server
 from tests.worker.box import receipt_at, sum_of_squares, traced
 from tests.worker.runs.device import Device, never_again, same, shards_at
+from tests.worker.runs.test_steps import traced_module
 
 STEPS = 6
 
@@ -47,6 +50,23 @@ STEPS = 6
 @pytest.fixture
 def device(tmp_path: Path) -> Device:
     return Device(tmp_path)
+
+
+SCALE = torch.tensor(0.5, dtype=torch.float64)
+
+
+class NormedLoss(nn.Module):
+    """Normalises Z by its running statistics, which each call updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3).double()
+
+    def forward(self, z: Tensor, log_scale: Tensor) -> Tensor:
+        self.norm(z)
+        mean = self.norm.running_mean
+        assert mean is not None
+        return (z - mean).square().mean() * log_scale.exp()
 
 
 class StopsAt:
@@ -185,10 +205,38 @@ def test_a_gradient_that_is_not_finite_changes_nothing(device: Device) -> None:
         _, answer = device.run(device.spec(run, shards_at(2), **given))
         assert isinstance(answer, Caught)
         assert "expected a finite gradient" in answer.problem.detail
-        assert "the run is at step 1" in answer.problem.detail
+        assert isinstance(answer.problem.error(), GradientNotFinite)
+        assert "the run is unchanged, at step 1" in answer.problem.detail
         # What the loss was to bring is in the state by then, so it is made again.
         assert device.states.names == ([run] if given["loss"] is rooted else [])
         assert same(device.state(run), before)
+
+
+@pytest.mark.parametrize("phase", ["forward", "replay"])
+def test_a_step_goes_on_from_its_checkpoint_where_the_loss_has_buffers(
+    tmp_path: Path, phase: str
+) -> None:
+    def begun(name: str) -> tuple[Device, str, dict[str, Any]]:
+        device = Device(tmp_path / name)
+        scale = {"log_scale": TensorRef(blob=device.box.upload({"s": SCALE}), tensor="s")}
+        given = {"loss": traced_module(device, NormedLoss()), "loss_inputs": scale, "retain": 0}
+        run = device.begin(seed=3)
+        device.step(run, shards_at(1), **given)
+        return device, run, given
+
+    device, run, given = begun("stopped")
+    spec = device.spec(run, shards_at(2), **given)
+    work, answer = device.run(spec, observer=StopsAt(phase), pace=Pace.after(0))
+    assert isinstance(answer, Stopped)
+    device.restart()
+    _, answer = device.run(spec, again=replace(work, attempt=2), pace=Pace.after(0))
+    assert isinstance(answer, Finished), answer
+    assert receipt_at(work.result_path).resumed == 1
+    plain, other, given = begun("undisturbed")
+    plain.step(other, shards_at(2), **given)
+    expected = plain.state(other)
+    assert expected["buffers/loss/norm.num_batches_tracked"] == 2
+    assert same(device.state(run), expected)
 
 
 def test_a_result_that_cannot_be_written_leaves_the_step_free(

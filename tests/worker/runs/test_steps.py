@@ -184,6 +184,16 @@ def test_groups_and_patterns(device: Device) -> None:
         torch.testing.assert_close(after[f"weights/{name}"], expected)
 
 
+def test_a_group_that_names_nothing_is_refused_in_the_first_step(device: Device) -> None:
+    groups = [{"wrt": ["*.biass"], "options": {"lr": 0.5}}]
+    spec = OptimizerSpec.model_validate({"name": "sgd", "groups": groups})
+    run = device.begin(optimizer=spec)
+    _, answer = device.run(device.spec(run, shards_at(1)))
+    assert isinstance(answer, Caught)
+    assert "got '*.biass', which matches none of 5; did you mean" in answer.problem.detail
+    assert device.book.runs[run].num_steps == 0
+
+
 def test_the_registered_model_stays_as_it_is(device: Device) -> None:
     registered = device.registry.get("double").module
     before = {name: tensor.clone() for name, tensor in registered.state_dict().items()}

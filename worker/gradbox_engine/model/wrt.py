@@ -71,10 +71,10 @@ def select(
     like_inputs = [name for name in by_name if name.startswith(INPUTS)]
     for pattern in wrt or ():
         names = like_inputs if pattern.startswith(INPUTS) else by_name
-        matched = {first_names[id(by_name[name])] for name in _matching(pattern, names)}
+        matched = {first_names[id(by_name[name])] for name in matching(pattern, names)}
         if pattern.startswith(INPUTS):
             input_patterns[pattern.removeprefix(INPUTS)] = not matched
-        elif not matched and pattern != ALL and not _matching(pattern, others):
+        elif not matched and pattern != ALL and not matching(pattern, others):
             raise UnknownParameter(_no_match(pattern, by_name))
         selected |= matched
     if every_input and not any(input_patterns.values()):
@@ -130,7 +130,7 @@ def matched_inputs(
     return {g: tuple(n for n in names if _matches(g, n, patterns)) for g, names in known.items()}
 
 
-def _matching(pattern: str, names: Collection[str]) -> list[str]:
+def matching(pattern: str, names: Collection[str]) -> list[str]:
     """Return the names that a pattern is, or that are in a module of this name.
 
     Only where there are none is it read as a pattern: names may have `[`, `]`, `?` and `*`.
@@ -140,14 +140,19 @@ def _matching(pattern: str, names: Collection[str]) -> list[str]:
     return exact or [n for n in names if fnmatchcase(n, pattern) or fnmatchcase(n, below)]
 
 
-def _no_match(pattern: str, by_name: dict[str, nn.Parameter]) -> str:
-    modules = {name[:at] for name in by_name for at, char in enumerate(name) if char == "."}
-    known = [*sorted(modules), *by_name]
-    close = difflib.get_close_matches(pattern, known, n=3, cutoff=0.4) or list(by_name)[:3]
+def near_misses(pattern: str, names: Collection[str]) -> str:
+    """Return the parameters and modules that a pattern may have meant, in words."""
+    modules = {name[:at] for name in names for at, char in enumerate(name) if char == "."}
+    known = [*sorted(modules), *names]
+    close = difflib.get_close_matches(pattern, known, n=3, cutoff=0.4) or list(names)[:3]
+    return ", ".join(map(repr, close)) or "nothing"
+
+
+def _no_match(pattern: str, by_name: Collection[str]) -> str:
     return (
         f"wrt: expected a pattern that matches a floating-point parameter, or a module that has "
         f"some, got {pattern!r}, which matches none of {len(by_name)}; did you mean "
-        f"{', '.join(map(repr, close)) or 'nothing'}?"
+        f"{near_misses(pattern, by_name)}?"
     )
 
 

@@ -8,15 +8,15 @@ That of SGD fails where a parameter has its first step after others had theirs (
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from gradbox_engine.errors import BadOptimizer
+from gradbox_engine.model.wrt import matching, near_misses
 
 CLASSES: Final[Mapping[str, str]] = {
     "adafactor": "Adafactor",
@@ -37,14 +37,10 @@ OURS: Final = frozenset({"params", "foreach", "fused", "capturable", "differenti
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Options for the parameters whose names match one of the patterns."""
+    """Options for the parameters that the patterns name, as those of a job's `wrt` do."""
 
     wrt: Sequence[str]
     options: Mapping[str, Any]
-
-    def has(self, name: str) -> bool:
-        """Return whether a parameter of that name belongs to it."""
-        return any(fnmatchcase(name, pattern) for pattern in self.wrt)
 
 
 @dataclass(frozen=True)
@@ -58,10 +54,23 @@ class OptimizerChoice:
     options: Mapping[str, Any]
     groups: Sequence[ParameterGroup] = ()
 
-    def group_of(self, name: str) -> int:
-        """Return the number of the group that has a parameter; the rest comes behind the groups."""
-        found = (i for i, group in enumerate(self.groups) if group.has(name))
-        return next(found, len(self.groups))
+    def check_groups(self, names: Collection[str]) -> None:
+        """Check that each pattern of a group names a parameter.
+
+        Args:
+            names: of all that is trained.
+
+        Raises:
+            BadOptimizer: one names none.
+        """
+        for group in self.groups:
+            for pattern in group.wrt:
+                if not matching(pattern, names):
+                    raise BadOptimizer(
+                        f"optimizer {self.name!r}: groups: expected patterns that match a "
+                        f"parameter which the run trains, got {pattern!r}, which matches none of "
+                        f"{len(names)}; did you mean {near_misses(pattern, names)}?"
+                    )
 
     def build(self, parameters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
         """Return the optimizer of these parameters, with one group of torch's for each group.
@@ -77,8 +86,9 @@ class OptimizerChoice:
         taken = inspect.signature(kind).parameters
         fused = {"fused": True} if self._is_fused(parameters.values()) else {}
         groups: list[dict[str, Any]] = []
+        numbers = self._group_numbers(parameters)
         for number, options in enumerate([*(group.options for group in self.groups), {}]):
-            members = [p for name, p in parameters.items() if self.group_of(name) == number]
+            members = [p for name, p in parameters.items() if numbers[name] == number]
             self._check(options, taken.keys() - OURS)
             groups.append({"params": members, **_as_torch_has_it(options)})
         self._check(self.options, taken.keys() - OURS)
@@ -86,6 +96,14 @@ class OptimizerChoice:
             return kind(groups, **_as_torch_has_it(self.options), **fused)  # type: ignore[no-any-return]
         except (TypeError, ValueError) as error:
             raise BadOptimizer(f"optimizer {self.name!r}: torch refuses it: {error}") from error
+
+    def _group_numbers(self, names: Collection[str]) -> dict[str, int]:
+        """Return the group of each parameter; the rest has the number behind the last."""
+        numbers = dict.fromkeys(names, len(self.groups))
+        for number, group in reversed([*enumerate(self.groups)]):
+            for pattern in group.wrt:
+                numbers.update(dict.fromkeys(matching(pattern, names), number))
+        return numbers
 
     def _is_fused(self, parameters: Iterable[Tensor]) -> bool:
         devices = {parameter.device.type for parameter in parameters}

@@ -84,6 +84,17 @@ class TrainingState:
         held = [*self._masters.values(), *self._rounded.values(), *self.buffers.values(), *moments]
         return sum(tensor.nbytes for tensor in held)
 
+    def check_groups(self, more: Collection[str]) -> None:
+        """Check that each group of the optimizer has a parameter; see `OptimizerChoice`.
+
+        Args:
+            more: names of what is to be adopted.
+
+        Raises:
+            BadOptimizer: one has none.
+        """
+        self._choice.check_groups([*self._masters, *more])
+
     def adopt(self, parameters: Mapping[str, Tensor]) -> None:
         """Train these as well from now on: those of a loss, when it first comes.
 
@@ -249,8 +260,10 @@ class TrainingState:
             bad = [n for n, g in zip(names, grads, strict=True) if not bool(g.isfinite().all())]
             raise GradientNotFinite(
                 f"expected a finite gradient, got infinity or NaN in {', '.join(bad[:3])}"
-                f"{' …' if len(bad) > 3 else ''}: the step was not made and the run is at step "
-                f"{self.num_steps}; lower lr, scale the loss, or use another precision"
+                f"{' …' if len(bad) > 3 else ''}: the run is unchanged, at step {self.num_steps}. "
+                f"If the loss has been growing, go on from an earlier state with a lower lr or "
+                f"with clip_norm; clip_value cuts infinite entries; in fp16 multiply the loss by "
+                f"less, or make a run in bf16; NaN at a finite loss is often a root or a norm at 0"
             )
         if found > largest:
             nn.utils.clip_grads_with_norm_(parameters, largest, norm)

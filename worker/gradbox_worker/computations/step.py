@@ -124,11 +124,11 @@ def _make(
         posted = {n: p for n, p in loss.objective.parameters.items() if n not in own}
         returns = sorted({*spec.returns, "buffers"})
         of_run = spec.model_copy(update={"wrt": held.wrt, "returns": returns})
-        # A later attempt would go on without calling the loss, whose buffers it needs.
-        alike = replace(job, checkpointed=job.checkpointed and not loss.has_buffers)
-        answer = gradient.gradient(alike, of_run, loss)
+        answer = gradient.gradient(job, of_run, loss)
         buffers = _changed(held.module, answer.buffers or {})
         buffers |= of_loss | {f"{OF_LOSS}{name}": b for name, b in loss.buffers().items()}
+    if state.num_steps == 0:  # all that the run trains is known now
+        state.check_groups(posted)
     kept = "grads" in spec.returns  # as they are computed, which an update may change
     grads = {name: g.clone() for name, g in answer.grads.items()} if kept else answer.grads
     held.resident.doubtful = True
