@@ -13,7 +13,7 @@ import httpx
 
 from gradbox.batch import Batch
 from gradbox.computations import Computation
-from gradbox.computations.computation import Submission
+from gradbox.computations.computation import Submission, checked
 from gradbox.errors import RunNotFound, UnusableModel
 from gradbox.html import Iterated, Listed
 from gradbox.http.connection import Connection, Retry, parsed
@@ -31,6 +31,7 @@ from gradbox.protocol import (
     ModelView,
     RunList,
     RunView,
+    StateRef,
 )
 from gradbox.protocol.spec_fields import JOB_ID
 from gradbox.results.result import GradResult
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from gradbox.computations.computation import OfARun
     from gradbox.protocol.options import Mode, Precision
     from gradbox.remote.model import RemoteModel
-    from gradbox.runs import LoRA, Optimizer, TrainRun
+    from gradbox.runs import LoRA, Optimizer, RunClient, RunState, TrainRun
 
 RELOAD_POLL_S: Final = 0.2
 # The most jobs, or runs, that a box lists in one answer.
@@ -245,6 +246,24 @@ class GradClient:
             f"{run!r:.120}: no run of yours has it"
         )
 
+    def saved(self, name: str, *, run: str | None = None) -> RunState:
+        """Return a state that was saved under a name: this user's, or one that another one shares.
+
+            model.load_state_dict(client.saved("towers-good").weights(), strict=False)
+
+        It is also what `weights=`, `start=` and `start_weights=` take. Nothing is asked yet.
+
+        Args:
+            run: the id of the run that it is of, where several users share one of this name.
+
+        Raises:
+            InvalidJob: that is no name that a state can have, or no run's id.
+        """
+        from gradbox.runs import RunState
+
+        ref = checked(StateRef, where="client.saved", run=run, save=name)
+        return RunState(self._run_client, ref)
+
     def runs(
         self, *, name: str | None = None, limit: int | None = None, everybodys: bool = False
     ) -> Iterator[TrainRun]:
@@ -403,9 +422,15 @@ class GradClient:
         return first, all_of(first)
 
     def _run_handle(self, view: RunView) -> TrainRun:
-        from gradbox.runs import RunClient, TrainRun
+        from gradbox.runs import TrainRun
 
-        return TrainRun(RunClient(self._connection, self._submitter, self._handle), view)
+        return TrainRun(self._run_client, view)
+
+    @property
+    def _run_client(self) -> RunClient:
+        from gradbox.runs import RunClient
+
+        return RunClient(self._connection, self._submitter, self._handle)
 
     def _models(self, method: str, path: str) -> ModelList:
         return parsed(ModelList, self._connection.request(method, path))

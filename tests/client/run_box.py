@@ -107,7 +107,7 @@ class RunBox(httpx.BaseTransport):
                 after, limit = int(query["after"]), int(query["limit"])
                 found = [s for s in self.history[run_id] if s.number > after][:limit]
                 return httpx.Response(200, json={"steps": [s.model_dump() for s in found]})
-            case "GET", ["runs", run_id, "weights"]:
+            case "GET", ["runs" | "saves", _, "weights"]:
                 self.specs.append(query)
                 return _done(next(self._ids), self._result(self.state, computation="state"))
             case "POST", ["runs", run_id, "saves"]:

@@ -261,6 +261,20 @@ def test_weights_come_by_their_own_names_and_stay(box: RunBox, run: TrainRun) ->
     assert paths == ["", "?step=3", "?save=good"]
 
 
+def test_a_state_that_somebody_else_saved_is_named_without_its_run(
+    box: RunBox, client: GradClient
+) -> None:
+    state = client.saved("theirs")
+    assert state.weights()["w"].tolist() == [1, 1]
+    assert box.requests == ["GET /v1/saves/theirs/weights"]
+    client.train("m", optimizer=SGD, start=state)
+    assert box.specs[-1]["start"]["save"] == "theirs"
+    client.saved("theirs", run="0" * 32).weights()
+    assert box.requests[-1] == f"GET /v1/runs/{'0' * 32}/weights?save=theirs"
+    with pytest.raises(InvalidJob, match=r"client\.saved: save"):
+        client.saved("no/name")
+
+
 def test_a_state_is_saved_listed_and_deleted(client: GradClient, run: TrainRun) -> None:
     step(run)
     state = run.save("good", shared=True)
@@ -414,6 +428,10 @@ def test_the_commands_know_a_run_by_id_beginning_or_name(
     path = tmp_path / "weights.safetensors"
     assert "2 tensors" in printed("export", "towers", "-o", str(path), "--save", "good")
     assert sorted(load_file(path)) == ["b", "w"]
+    printed("export", "--save", "theirs", "-o", str(path))
+    assert box.requests[-1] == "GET /v1/saves/theirs/weights"
+    assert main(["runs", "export", "-o", str(path)]) == 2
+    assert "expected RUN, or --save" in capsys.readouterr().err
     assert "good of" in printed("delete", "towers", "--save", "good")
     assert "deleted" in printed("delete", "towers")
     assert printed("list") == "no runs\n"

@@ -80,6 +80,12 @@ def test_a_run_is_a_plain_loop_whose_states_can_be_read_and_saved(box: TestBox) 
         )
         with pytest.raises(RunNotFound):
             other.submit(Forward(model=MODEL, inputs=shards_at(1), weights=run))
+        fetched = other.saved(str(state.state_ref.save))
+        assert close(fetched.weights(), plain(3))
+        theirs = other.train(MODEL, optimizer=SGD, start=fetched)
+        made(theirs, 4)
+        assert close(theirs.weights(), plain(4))
+        theirs.delete()
         on = client.train(MODEL, optimizer=SGD, start=state)
         assert on.num_steps == 3
         made(on, 5)

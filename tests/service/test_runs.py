@@ -391,6 +391,29 @@ def test_a_save_has_one_name_is_shared_and_deleted(box: Box) -> None:
     assert problem(box.client.get(f"/v1/runs/{run['id']}")) == "run-not-found"
 
 
+def test_the_weights_of_a_shared_save_are_everybodys_to_fetch(box: Box) -> None:
+    run = a_run(box.client)
+    step(box, run, 1)
+    save(box, run, "good")
+    bob, weights = box.client_of("bob"), "/v1/saves/good/weights"
+    assert problem(bob.get(weights)) == "run-not-found"
+    own = box.client.get(weights)
+    assert own.status_code == 202
+    saves = f"/v1/runs/{run['id']}/saves"
+    box.client.post(saves, json={"name": "good", "step": 1, "shared": True})
+    asked = bob.get(weights)
+    assert (asked.status_code, asked.json()["owner"]) == (202, "bob")
+    assert asked.json()["id"] != own.json()["id"]
+    spec: Any = box.backing.records.spec(asked.json()["id"])
+    assert spec.state == StateRef(run=run["id"], save="good")
+    of_run = f"/v1/runs/{run['id']}/weights"
+    assert bob.get(f"{of_run}?save=good").json()["id"] == asked.json()["id"]
+    assert problem(box.client.delete(f"{saves}/good")) == "run-conflict"  # a job needs it
+    assert problem(bob.get(of_run)) == problem(bob.get(f"{of_run}?step=1")) == "run-not-found"
+    box.client.post(saves, json={"name": "good", "step": 1})
+    assert problem(bob.get(weights)) == "run-not-found"
+
+
 def test_a_run_goes_on_from_a_save(box: Box) -> None:
     run = a_run(box.client)
     step(box, run, 1)

@@ -27,7 +27,7 @@ from gradbox.errors import InvalidRequest, RunNotFound
 from gradbox.html import size
 from gradbox.printable import printable
 from gradbox.protocol import RunView
-from gradbox.runs import TrainRun
+from gradbox.runs import RunState, TrainRun
 
 TITLES: Final = ("ID", "NAME", "MODEL", "OPTIMIZER", "STEPS", "LOSS", "LAST STEP", "SAVES")
 
@@ -116,24 +116,38 @@ def delete_run(
 
 @commands.command("export", help="write a run's weights to a safetensors file")
 def export_run(
-    run: Run,
+    run: Annotated[str | None, typer.Argument(**_ARGUMENT)] = None,
     *,
     output: NeededFile,
     step: AtStep = None,
-    save: Annotated[str | None, typer.Option(metavar="NAME", help="as saved")] = None,
+    save: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="as saved; without RUN, also what another user shares"),
+    ] = None,
 ) -> int:
     """Write what the run trains, and the buffers, by their own names; an adapter's by peft's."""
     if step is not None and save is not None:
         raise typer.BadParameter("expected --step or --save, got both")
+    if run is None and save is None:
+        raise typer.BadParameter("expected RUN, or --save with the name of a saved state")
     if not check_folder(output):  # said now, and not when the weights are there
         return 2
     with GradClient() as client:
-        found = find(client, run)
-        state = found.saved(save) if save is not None else found if step is None else found.at(step)
-        weights = state.weights()
+        weights = _state(client, run, step=step, save=save).weights()
         _write(weights, output)
     say(f"{output}: {len(weights)} tensors")
     return 0
+
+
+def _state(
+    client: GradClient, run: str | None, *, step: int | None, save: str | None
+) -> TrainRun | RunState:
+    if run is None:
+        return client.saved(save or "")
+    found = find(client, run)
+    if save is not None:
+        return found.saved(save)
+    return found if step is None else found.at(step)
 
 
 def find(client: GradClient, text: str) -> TrainRun:

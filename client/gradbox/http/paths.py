@@ -6,7 +6,7 @@ from typing import Any
 from urllib.parse import quote
 
 from gradbox.errors import InvalidRequest, JobNotFound, RunNotFound, UnknownModel
-from gradbox.protocol.spec_fields import DIGEST, JOB_ID
+from gradbox.protocol.spec_fields import DIGEST, JOB_ID, StateRef
 
 
 def blob_path(digest: Any) -> str:
@@ -49,6 +49,18 @@ def run_path(run_id: Any) -> str:
             f"{run_id!r:.120}"
         )
     return f"/v1/runs/{run_id}"
+
+
+def state_path(state: StateRef) -> str:
+    """Return the path below which the weights of a run's state are."""
+    if state.run is None:
+        return f"/v1/saves/{state.save}/weights"
+    query = "".join(
+        f"?{name}={value}"
+        for name, value in (("step", state.step), ("save", state.save))
+        if value is not None
+    )
+    return f"{run_path(state.run)}/weights{query}"
 
 
 def model_path(name: Any) -> str:

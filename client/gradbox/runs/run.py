@@ -13,7 +13,7 @@ from gradbox.computations.gradient import Cotangents, Loss
 from gradbox.errors import GradboxError, InvalidJob, ServiceUnavailable
 from gradbox.html import Listed
 from gradbox.http.connection import Connection, parsed
-from gradbox.http.paths import model_path, run_path
+from gradbox.http.paths import model_path, run_path, state_path
 from gradbox.http.posting import ACCEPT, Answered, read_answer
 from gradbox.job import QUICK_S, Job
 from gradbox.printable import printable
@@ -77,6 +77,11 @@ class RunClient:
         send = partial(self.connection.request, headers=headers, wait_s=QUICK_S)
         return self.handle(read_answer(send(method, path, body=content)))
 
+    def weights(self, state: StateRef, *, progress: bool | None) -> dict[str, Any]:
+        """Fetch the weights and buffers of a state."""
+        result = self.ask("GET", state_path(state)).result(progress=progress)
+        return {**Tensors(result._file, "weights"), **result.buffers}
+
 
 class RunState:
     """The weights and buffers of a run after one of its steps, or as they were saved.
@@ -84,9 +89,9 @@ class RunState:
     Every computation takes it as `weights`, and `client.train` as `start` and `start_weights`.
     """
 
-    def __init__(self, run: TrainRun, state_ref: StateRef) -> None:
+    def __init__(self, client: RunClient, state_ref: StateRef) -> None:
         self.state_ref = state_ref
-        self._run = run
+        self._client = client
 
     def __repr__(self) -> str:
         named = self.state_ref.model_dump(exclude_none=True)
@@ -98,7 +103,7 @@ class RunState:
         Raises:
             RunNotFound: the box has no such state any more.
         """
-        return self._run._weights(self.state_ref, progress)
+        return self._client.weights(self.state_ref, progress=progress)
 
 
 class TrainRun:
@@ -282,11 +287,12 @@ class TrainRun:
 
         The box keeps few of them, and computes others again from the newest before.
         """
-        return RunState(self, checked(StateRef, where="run.at", run=self.id, step=step))
+        return RunState(self._client, checked(StateRef, where="run.at", run=self.id, step=step))
 
     def saved(self, name: str) -> RunState:
         """Return the state that was saved under a name."""
-        return RunState(self, checked(StateRef, where="run.saved", run=self.id, save=name))
+        ref = checked(StateRef, where="run.saved", run=self.id, save=name)
+        return RunState(self._client, ref)
 
     def save(
         self,
@@ -348,7 +354,7 @@ class TrainRun:
             and in float32 where the model has 16 bits. What belongs to the loss is `loss.NAME` and
             `loss_inputs.NAME`. An adapter's go by the names of peft's `get_peft_model_state_dict`.
         """
-        return self._weights(self.state_ref, progress)
+        return self._client.weights(self.state_ref, progress=progress)
 
     def history(self) -> list[StepView]:
         """Return the steps that were made, in their order: loss, gradient norm, rates, seconds."""
@@ -427,13 +433,3 @@ class TrainRun:
                 return line
             self._line = line
         return self._line
-
-    def _weights(self, state: StateRef, progress: bool | None) -> dict[str, Any]:
-        query = "".join(
-            f"?{name}={value}"
-            for name, value in (("step", state.step), ("save", state.save))
-            if value is not None
-        )
-        job = self._client.ask("GET", self._path(f"/weights{query}"))
-        result = job.result(progress=progress)
-        return {**Tensors(result._file, "weights"), **result.buffers}

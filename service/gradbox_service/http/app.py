@@ -138,6 +138,7 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
     app.router.routes.insert(0, jobs.POSTED)
     for module in (jobs, runs, blobs, results, losses, models, box, session, probes):
         app.include_router(module.router)
+    app.include_router(runs.saves)
     app.include_router(pages.router())
     app.openapi = cache(partial(openapi.describe, app))  # type: ignore[method-assign]
     described = ("/openapi.json", lambda: app.openapi())

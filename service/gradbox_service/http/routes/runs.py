@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any, Final
 
 import anyio.to_thread
 from fastapi import Path, Query, Request, Response
@@ -38,9 +38,18 @@ from gradbox_service.runs.removal import delete_run, delete_save
 from gradbox_service.runs.steps import under_way, visible
 
 router = Router(prefix="/v1/runs", tags=["runs"])
+saves = Router(prefix="/v1/saves", tags=["runs"])
 
 MAX_STEPS = 1000
 Number = Annotated[int, Path(ge=1, lt=2**53)]
+WEIGHTS_ANSWER: Final[dict[str, Any]] = {
+    "response_model": JobView,
+    "responses": {
+        200: JOB_ANSWER,
+        202: {"model": JobView, "description": "Not yet", **JOB_ANSWER},
+    },
+    "openapi_extra": {"parameters": [PREFER]},
+}
 
 
 @router.post("", status_code=201, response_model=RunView, openapi_extra=RUN_REQUEST)
@@ -132,12 +141,7 @@ async def post_one_step(
     return await take_job(request, credentials, accept)
 
 
-@router.get(
-    "/{run_id}/weights",
-    response_model=JobView,
-    responses={200: JOB_ANSWER, 202: {"model": JobView, "description": "Not yet", **JOB_ANSWER}},
-    openapi_extra={"parameters": [PREFER]},
-)
+@router.get("/{run_id}/weights", **WEIGHTS_ANSWER)
 async def run_weights(
     run_id: str,
     request: Request,
@@ -148,10 +152,16 @@ async def run_weights(
 ) -> Response:
     """A job whose result has the run's weights: the newest, after a step, or saved ones."""
     ref = StateRef.model_construct(run=run_id, step=step, save=save)
-    at = request.app.state.admission
-    return await _answered(
-        request, credentials, caller, lambda: ask_weights(ref, sent=Sent(caller), at=at)
-    )
+    return await _weights(ref, request, caller, credentials)
+
+
+@saves.get("/{name}/weights", **WEIGHTS_ANSWER)
+async def saved_weights(
+    name: str, request: Request, caller: Caller, credentials: Credentials
+) -> Response:
+    """The same of a saved state, by its name: one of the caller's, or one that is shared."""
+    ref = StateRef.model_construct(run=None, step=None, save=name)
+    return await _weights(ref, request, caller, credentials)
 
 
 @router.post(
@@ -190,11 +200,12 @@ def remove_save(run_id: str, name: str, request: Request, box: Box, caller: Call
     )
 
 
-async def _answered(
-    request: Request, credentials: Credentials, caller: Caller, ask: Callable[[], JobRecord]
+async def _weights(
+    ref: StateRef, request: Request, caller: Caller, credentials: Credentials
 ) -> Response:
     box: Backing = request.app.state.backing
-    record = await anyio.to_thread.run_sync(ask)
+    at = request.app.state.admission
+    record = await anyio.to_thread.run_sync(lambda: ask_weights(ref, sent=Sent(caller), at=at))
     listener = Listener(request, box=box, credentials=credentials)
     return await answer_about(
         record, request, box=box, caller=caller, listener=listener, posted=not record.state.final
