@@ -3,7 +3,9 @@
 What can be known without torch is known here, at once, rather than minutes later in a queue: the
 model and its version, entry points and argument names, blobs and the tensors in them, graphs,
 names of parameters, and what one user may ask of a box that others share. Shapes and values are the
-worker's to judge. Nothing here knows HTTP.
+worker's to judge. Nothing here knows HTTP. What is checked of a job against its model alone
+(`admit.check_fit`, `earlier_job`, `forward_job`) is checked without a box, too, by
+`gradbox_worker.local`.
 
 To read in this order:
 
@@ -18,7 +20,3 @@ To read in this order:
     earlier_job              a job that this one reads: the rows of `against`, for one
     forward_job              cotangents, and the job whose outputs they belong to
 """
-
-from gradbox_service.admission.posting import Admission, Sent, post
-
-__all__ = ["Admission", "Sent", "post"]

@@ -19,12 +19,16 @@ from gradbox.protocol import (
     StateSpec,
     StepSpec,
 )
-from gradbox_service.accounting.blob_owners import OwnBlobs
 from gradbox_service.admission import gradient, mixed_gradient, per_sample
 from gradbox_service.admission.functions import check_readout
 from gradbox_service.admission.model import check_groups, find_model
 from gradbox_service.admission.parameters import check_weights, check_wrt
-from gradbox_service.admission.tensors import References, TensorHeaders, shared_references
+from gradbox_service.admission.tensors import (
+    Headers,
+    References,
+    TensorHeaders,
+    shared_references,
+)
 from gradbox_service.fleet import Fleet, WorkerPresence
 
 
@@ -60,18 +64,28 @@ OWN: Final[Mapping[type[SharedSpec], Own]] = {
 
 
 def admit(
-    spec: JobSpec, *, workers: Sequence[WorkerPresence], fleet: Fleet, blobs: OwnBlobs
+    spec: JobSpec, *, workers: Sequence[WorkerPresence], fleet: Fleet, blobs: Headers
 ) -> ModelView:
     """Return the model that the job will run on.
 
     Raises:
         UnknownModel: see `find_model`.
-        MissingBlobs: the box does not have every blob that the job names.
-        GraphRefused: the loss, the readout or a penalty is not an allowed graph.
-        InvalidInputs: names do not fit the model, the blobs or each other.
         ServiceUnavailable: no worker has said yet which models there are.
+        InvalidJob: see `check_fit`.
     """
     model = find_model(spec.model, workers=workers, fleet=fleet)
+    check_fit(spec, model=model, blobs=blobs)
+    return model
+
+
+def check_fit(spec: JobSpec, *, model: ModelView, blobs: Headers) -> None:
+    """Check a job against the model that it will run on, wherever that is.
+
+    Raises:
+        MissingBlobs: not every blob is there that the job names.
+        GraphRefused: the loss, the readout or a penalty is not an allowed graph.
+        InvalidInputs: names do not fit the model, the blobs or each other.
+    """
     own = OWN[type(spec)]
     _check_group_names(spec)
     references = [*shared_references(spec), *own.references(spec)]
@@ -83,7 +97,6 @@ def admit(
     check_readout(spec)
     check_weights(spec, model=model, tensors=tensors)
     own.check(spec, model=model, tensors=tensors)
-    return model
 
 
 def _check_group_names(spec: JobSpec) -> None:

@@ -6,6 +6,8 @@ see `forward_job`.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from gradbox.errors import BlobRejected, InvalidInputs
 from gradbox.protocol import JobSpec, JobState, ModelView, SampleSpec
 from gradbox.tensors.checksums import checked_header
@@ -16,8 +18,18 @@ from gradbox_service.jobs import JobRecord
 FACTORED_ROWS = "job with factored rows"
 
 
+class Recorded(Protocol):
+    """The jobs that a job may read: a box's `Records`, or those that this process has run."""
+
+    def get(self, job_id: str) -> JobRecord | None:
+        """Return a job's record."""
+
+    def spec(self, job_id: str) -> JobSpec | None:
+        """Return its spec."""
+
+
 def earlier_job(
-    job_id: str, *, where: str, kind: str, owner: str, box: Backing
+    job_id: str, *, where: str, kind: str, owner: str, records: Recorded
 ) -> tuple[JobRecord, JobSpec]:
     """Return the owner's job and its spec.
 
@@ -28,13 +40,13 @@ def earlier_job(
     Raises:
         InvalidInputs: the owner has no job of that id, or it is not done.
     """
-    found = box.records.get(job_id)
+    found = records.get(job_id)
     record = found if found is not None and found.owner == owner else None
     if record is not None and record.state is not JobState.DONE:
         raise InvalidInputs(
             f"{where}: expected job {record.id} to be done, it is {record.state.value}"
         )
-    spec = None if record is None else box.records.spec(job_id)
+    spec = None if record is None else records.spec(job_id)
     if record is None or spec is None:
         raise InvalidInputs(
             f"{where}: no job {job_id!r} of yours is on this box; post the {kind} first"
@@ -42,17 +54,22 @@ def earlier_job(
     return record, spec
 
 
-def check_against(spec: JobSpec, *, model: ModelView, owner: str, box: Backing) -> None:
+def check_against(
+    spec: JobSpec, *, model: ModelView, owner: str, records: Recorded
+) -> JobRecord | None:
     """Check that `against`, if there is one, names rows that these can be multiplied with.
+
+    Returns:
+        The job that left them.
 
     Raises:
         InvalidInputs: the owner has no such job that is done, it was of another computation or
             model, or it left no factors.
     """
     if not isinstance(spec, SampleSpec) or spec.against is None:
-        return
+        return None
     record, other = earlier_job(
-        spec.against, where="against", kind=FACTORED_ROWS, owner=owner, box=box
+        spec.against, where="against", kind=FACTORED_ROWS, owner=owner, records=records
     )
     if type(other) is not type(spec):
         raise InvalidInputs(
@@ -70,7 +87,7 @@ def check_against(spec: JobSpec, *, model: ModelView, owner: str, box: Backing) 
             f"against: expected rows of {model.name}@{model.version[:12]}, got those of job "
             f"{record.id}, which ran {record.model}@{record.model_version[:12]}; run it again"
         )
-    result_header(record, where="against", kind=FACTORED_ROWS, box=box)
+    return record
 
 
 def result_header(record: JobRecord, *, where: str, kind: str, box: Backing) -> SafetensorsHeader:

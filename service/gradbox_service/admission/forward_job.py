@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -12,15 +12,15 @@ from gradbox.protocol import (
     CotangentsLoss,
     CotangentStepSpec,
     ForwardSpec,
+    JobSpec,
     RunOptions,
     SetLossSpec,
     SharedSpec,
     option_names,
 )
 from gradbox.tensors.safetensors_header import TensorEntry
-from gradbox_service.accounting.blob_owners import OwnBlobs
 from gradbox_service.admission.earlier_job import earlier_job, result_gone, result_header
-from gradbox_service.admission.tensors import FLOATING, TensorHeaders
+from gradbox_service.admission.tensors import FLOATING, Headers, TensorHeaders
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import JobRecord
 
@@ -40,6 +40,35 @@ class ForwardJob:
     record: JobRecord
     spec: ForwardSpec
     outputs: Mapping[str, TensorEntry]
+
+    @classmethod
+    def of(
+        cls, record: JobRecord, spec: JobSpec, tensors: Callable[[], Mapping[str, TensorEntry]]
+    ) -> ForwardJob:
+        """Return a job as a forward job.
+
+        Args:
+            tensors: returns the form of all tensors of its result.
+
+        Raises:
+            InvalidInputs: it is none, or has returned no outputs.
+        """
+        if not isinstance(spec, ForwardSpec):
+            raise InvalidInputs(
+                f"loss.forward: expected a forward job, got job {record.id}, which is a "
+                f"{record.computation}; cotangents belong to the outputs of a forward job"
+            )
+        outputs = {
+            name.removeprefix(OUTPUTS): entry
+            for name, entry in tensors().items()
+            if name.startswith(OUTPUTS)
+        }
+        if not outputs:
+            raise InvalidInputs(
+                f"loss.forward: expected job {record.id} to have returned outputs, it returned "
+                f"{spec.returns}; the replay is compared with them"
+            )
+        return cls(record, spec, outputs)
 
     def complete(
         self, posted: CotangentGradientSpec | CotangentStepSpec, kind: type[Whole], **of_run: Any
@@ -63,16 +92,22 @@ class ForwardJob:
             f"run the forward job again (with client.model: call the model again)"
         )
 
-    def check(self, loss: CotangentsLoss, *, blobs: OwnBlobs, box: Backing) -> None:
-        """Check the cotangents against the outputs, and that these are here still.
+    def check_kept(self, *, box: Backing) -> None:
+        """Check that a box has the outputs still, which are kept longer for being used.
 
         Raises:
-            InvalidInputs: one is of no output, is not floating-point or has another shape; or the
-                outputs have gone.
-            MissingBlobs: the box does not have them.
+            InvalidInputs: they have gone.
         """
         if not box.results.touch(self.record.id, attempt=self.record.attempt):
             raise result_gone(self.record, where=WHERE, kind=KIND)
+
+    def check(self, loss: CotangentsLoss, *, blobs: Headers) -> None:
+        """Check the cotangents against the outputs.
+
+        Raises:
+            InvalidInputs: one is of no output, is not floating-point or has another shape.
+            MissingBlobs: they are not there.
+        """
         tensors = TensorHeaders.load({ref.blob for ref in loss.tensors.values()}, blobs=blobs)
         for name, reference in loss.tensors.items():
             entry = tensors.entry(reference, where=f"loss.tensors.{name}")
@@ -96,21 +131,9 @@ def forward_job(job_id: str, *, owner: str, box: Backing) -> ForwardJob:
     Raises:
         InvalidInputs: there is none of that id, it is not done, or its outputs are not there.
     """
-    record, spec = earlier_job(job_id, where=WHERE, kind=KIND, owner=owner, box=box)
-    if not isinstance(spec, ForwardSpec):
-        raise InvalidInputs(
-            f"loss.forward: expected a forward job, got job {job_id}, which is a "
-            f"{record.computation}; cotangents belong to the outputs of a forward job"
-        )
-    header = result_header(record, where=WHERE, kind=KIND, box=box)
-    outputs = {
-        name.removeprefix(OUTPUTS): entry
-        for name, entry in header.tensors.items()
-        if name.startswith(OUTPUTS)
-    }
-    if not outputs:
-        raise InvalidInputs(
-            f"loss.forward: expected job {job_id} to have returned outputs, it returned "
-            f"{spec.returns}; the replay is compared with them"
-        )
-    return ForwardJob(record, spec, outputs)
+    record, spec = earlier_job(job_id, where=WHERE, kind=KIND, owner=owner, records=box.records)
+
+    def tensors() -> Mapping[str, TensorEntry]:
+        return result_header(record, where=WHERE, kind=KIND, box=box).tensors
+
+    return ForwardJob.of(record, spec, tensors)

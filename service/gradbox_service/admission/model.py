@@ -42,15 +42,20 @@ def find_model(reference: str, *, workers: Sequence[WorkerPresence], fleet: Flee
                 f"{unusable[name]} (once that is mended, the box's owner runs `gradbox models "
                 f"reload`)"
             )
-        raise UnknownModel(_unknown(name, list(offered)))
-    version = _version(name, wanted, offered[name]) if at else offered[name][0]
+        raise unknown_model(name, list(offered))
+    version = version_among(name, wanted, offered[name]) if at else offered[name][0]
     view = fleet.model(name, version=version, within_s=DESCRIBED_WITHIN_S)
     if view is None:
         raise ServiceUnavailable(f"the model {name!r} is being described; try again in a second")
     return view
 
 
-def _version(name: str, wanted: str, offered: list[str]) -> str:
+def version_among(name: str, wanted: str, offered: list[str]) -> str:
+    """Return the version that begins with these characters.
+
+    Raises:
+        UnknownModel: none of those that are offered does, or several, or they are too few.
+    """
     found = [version for version in offered if version.startswith(wanted)]
     if wanted in offered:
         return wanted
@@ -68,12 +73,15 @@ def _version(name: str, wanted: str, offered: list[str]) -> str:
     return found[0]
 
 
-def _unknown(name: str, offered: list[str]) -> str:
+def unknown_model(name: str, offered: list[str]) -> UnknownModel:
+    """Return the error that says which models there are."""
     close = difflib.get_close_matches(name, offered, n=1)
     hint = (
         f"did you mean {close[0]!r}?" if close else "ask the box's owner to add it to models.toml"
     )
-    return f"no model {name[:80]!r} is on this box; it has {', '.join(offered)}; {hint}"
+    return UnknownModel(
+        f"no model {name[:80]!r} is on this box; it has {', '.join(offered)}; {hint}"
+    )
 
 
 def _shortened(versions: list[str]) -> list[str]:

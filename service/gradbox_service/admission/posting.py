@@ -38,7 +38,7 @@ from gradbox.protocol import (
 from gradbox.tensors.safetensors_header import SafetensorsHeader, header_of
 from gradbox_service.accounting.blob_owners import OwnBlobs
 from gradbox_service.admission.admit import admit
-from gradbox_service.admission.earlier_job import check_against
+from gradbox_service.admission.earlier_job import FACTORED_ROWS, check_against, result_header
 from gradbox_service.admission.forward_job import ForwardJob, forward_job
 from gradbox_service.admission.limits import (
     check_leaves_room,
@@ -313,9 +313,12 @@ def _admitted(
         if forward is None:
             raise
         raise forward.outlived() from error
-    check_against(spec, model=model, owner=owner, box=box)
+    rows = check_against(spec, model=model, owner=owner, records=box.records)
+    if rows is not None:
+        result_header(rows, where="against", kind=FACTORED_ROWS, box=box)
     if forward is not None:
         assert isinstance(spec, SetLossSpec)
         assert isinstance(spec.loss, CotangentsLoss)
-        forward.check(spec.loss, blobs=own, box=box)
+        forward.check_kept(box=box)
+        forward.check(spec.loss, blobs=own)
     return model

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from typing import Protocol
 
 from gradbox.errors import InvalidInputs, MissingBlobs
 from gradbox.protocol import ShardRef, SharedSpec, TensorRef, TracedFunction
 from gradbox.tensors.safetensors_header import SafetensorsHeader, TensorEntry
-from gradbox_service.accounting.blob_owners import OwnBlobs
 
 References = Iterable[tuple[str, TensorRef]]
 """Each reference to a single tensor, with where in the spec it is named."""
@@ -39,6 +39,13 @@ def named_references(where: str, references: Mapping[str, object]) -> References
             yield f"{where}.{name}", value
 
 
+class Headers(Protocol):
+    """The blobs that a job may name: `OwnBlobs`, or those that a client handed over."""
+
+    def headers(self, digests: Collection[str]) -> Mapping[str, SafetensorsHeader]:
+        """Return the headers of those of these blobs that are there, by digest."""
+
+
 class TensorHeaders:
     """The headers of a job's blobs."""
 
@@ -46,7 +53,7 @@ class TensorHeaders:
         self._headers = headers
 
     @classmethod
-    def load(cls, digests: Collection[str], *, blobs: OwnBlobs) -> TensorHeaders:
+    def load(cls, digests: Collection[str], *, blobs: Headers) -> TensorHeaders:
         """Read the headers of these blobs.
 
         Raises:
