@@ -20,8 +20,8 @@ import ray
 import torch
 
 from benchmarks.measure import in_fresh_process, median_of_ratios
-from gradbox_worker.cluster.buffers import as_buffers
-from gradbox_worker.cluster.helper_job import JobInPhases
+from gradbox_worker.cluster.buffers import as_buffers, as_tensors
+from gradbox_worker.cluster.held_ranges import RangesInPhases
 from gradbox_worker.cluster.ray_session import leave, start_here
 
 NUM_TENSORS: Final = 100
@@ -48,7 +48,7 @@ class Reduction:
         return median_of_ratios(self.copy_s, self.sum_s)
 
 
-class Holder(JobInPhases):
+class Holder(RangesInPhases):
     """What an actor holds of a job after its replay, without the job."""
 
     def __init__(self) -> None:
@@ -62,6 +62,10 @@ class Holder(JobInPhases):
     def take_sums(self, index: int) -> Any:
         """Give sums away, as a device does."""
         return as_buffers(super().take_sums(index))
+
+    def add(self, index: int, other: Any) -> int:
+        """Add sums that came, as a device does."""
+        return super().add(index, as_tensors(other, copy=False))
 
 
 def measure_reduction() -> Reduction:

@@ -134,12 +134,14 @@ def test_products_with_an_earlier_jobs_rows(client: GradClient) -> None:
         torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_dense_rows_are_written_by_the_devices_of_the_boxs_machine(client: GradClient) -> None:
-    receipt = client.submit(per_sample(form="dense", devices=2)).result(WAIT_S).manifest
+def test_dense_rows_of_the_other_device_are_handed_to_the_leader_once(client: GradClient) -> None:
+    result = client.submit(per_sample(form="dense", devices=2)).result(WAIT_S)
+    receipt = result.manifest
     moved = receipt.bytes_moved or {}
-    assert moved["rows"] == moved["factors"] == moved["sums"] == 0
     there, *_ = receipt.ranges or ()
     num_samples = sum(SIZES[there.start : there.stop])
+    assert moved["rows"] == result.flat()[:num_samples].nbytes
+    assert moved["factors"] == moved["sums"] == 0
     assert moved["values"] == num_samples * 8  # the losses
     assert 0 < moved["inputs"] < num_samples * (5 + OUTPUTS) * 8  # what the loss reads: no shard
     assert [(run.start, run.stop) for run in receipt.ranges or ()][-1][1] == len(SIZES)

@@ -2,14 +2,15 @@
 
 Ray keeps the bytes of an array beside its pickle, in shared memory, and hands them on without a
 copy; a torch tensor it would pickle whole. A buffer is the tensor's bytes with its dtype and shape,
-for NumPy has no bfloat16. Whatever holds tensors (a dataclass, a dict, a sequence) is walked. Rows
-that are kept as factors travel as the buffers of these, each once.
+for NumPy has no bfloat16. Whatever holds tensors (a dataclass, a dict, a sequence) is walked. Of
+rows that are kept as factors a tensor that several terms have is one buffer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import numpy
@@ -17,14 +18,17 @@ import torch
 from torch import Tensor
 
 from gradbox.tensors.tensor_bytes import bytes_in_order
-from gradbox_factors import Factored, packed, unpacked
+from gradbox_factors import Factored
+from gradbox_factors.term import identity
 
 # What torch warns of where it makes a tensor of memory that is shared.
 READ_ONLY: Final = "The given NumPy array is not writable"
 HOST: Final = torch.device("cpu")
 
+Change = Callable[[Any], Any]
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class TensorBuffer:
     """A tensor's bytes in order, its dtype and its shape."""
 
@@ -38,6 +42,11 @@ class TensorBuffer:
         data = numpy.asarray(bytes_in_order(tensor))
         return cls(data, tensor.dtype, tuple(tensor.shape))
 
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it has."""
+        return self.data.nbytes
+
     def tensor(self, *, copy: bool) -> Tensor:
         """Return the tensor; without a copy it must not be written to."""
         if not len(self.data):
@@ -46,36 +55,13 @@ class TensorBuffer:
         return torch.from_numpy(data).view(self.dtype).reshape(self.shape)
 
 
-@dataclass(frozen=True)
-class FactorBuffers:
-    """Factors, each once though several terms have it, and which of them make which term."""
-
-    tensors: Mapping[str, TensorBuffer]
-    pieces: Sequence[Sequence[Mapping[str, Any]]]
-
-    @classmethod
-    def of(cls, factors: Factored) -> FactorBuffers:
-        """Return the factors' buffers, which share their memory."""
-        tensors, pieces = packed(factors.pieces)
-        return cls(as_buffers(tensors), pieces)
-
-    def factored(self, device: torch.device) -> Factored:
-        """Return the factors, which must not be written to."""
-        tensors = {name: b.tensor(copy=False).to(device) for name, b in self.tensors.items()}
-        return Factored(unpacked(tensors, self.pieces))
-
-
 def as_buffers(value: Any) -> Any:
-    """Return the value with a buffer for every tensor, and for every factored array."""
-
-    def change(found: Tensor | Factored) -> Any:
-        return FactorBuffers.of(found) if isinstance(found, Factored) else TensorBuffer.of(found)
-
-    return _walked(value, (Tensor, Factored), change)
+    """Return the value with a buffer for every tensor."""
+    return _walked(value, Tensor, TensorBuffer.of, lambda: _once(TensorBuffer.of, identity))
 
 
 def as_tensors(value: Any, *, copy: bool = True, device: torch.device = HOST) -> Any:
-    """Return the value with a tensor for every buffer, and factored arrays.
+    """Return the value with a tensor for every buffer.
 
     Args:
         copy: whether the tensors may be written to: the memory of buffers is shared. Factors may
@@ -83,41 +69,52 @@ def as_tensors(value: Any, *, copy: bool = True, device: torch.device = HOST) ->
         device: where they are to be.
     """
 
-    def change(found: TensorBuffer | FactorBuffers) -> Any:
-        if isinstance(found, FactorBuffers):
-            return found.factored(device)
+    def change(found: TensorBuffer, *, copy: bool = copy) -> Tensor:
         return found.tensor(copy=copy).to(device)
 
-    return _walked(value, (TensorBuffer, FactorBuffers), change)
+    return _walked(value, TensorBuffer, change, lambda: _once(partial(change, copy=False), id))
 
 
 def num_bytes(value: Any) -> int:
     """Return how many bytes the tensors or buffers in a value have."""
-    total = 0
+    sizes: list[int] = []
 
-    def add(found: Any) -> Any:
-        nonlocal total
-        if isinstance(found, Factored):
-            tensors: Any = packed(found.pieces)[0]
-        else:
-            tensors = found.tensors if isinstance(found, FactorBuffers) else {"": found}
-        total += sum(x.nbytes if isinstance(x, Tensor) else x.data.nbytes for x in tensors.values())
+    def add(found: Tensor | TensorBuffer) -> Tensor | TensorBuffer:
+        sizes.append(found.nbytes)
         return found
 
-    _walked(value, (Tensor, Factored, TensorBuffer, FactorBuffers), add)
-    return total
+    def key(found: Tensor | TensorBuffer) -> Hashable:
+        return identity(found) if isinstance(found, Tensor) else id(found)
+
+    _walked(value, (Tensor, TensorBuffer), add, lambda: _once(add, key))
+    return sum(sizes)
 
 
-def _walked(value: Any, kind: Any, change: Any) -> Any:
+def _once(change: Change, key: Callable[[Any], Hashable]) -> Change:
+    """Return what changes each thing once."""
+    changed: dict[Hashable, Any] = {}
+
+    def change_once(found: Any) -> Any:
+        if key(found) not in changed:
+            changed[key(found)] = change(found)
+        return changed[key(found)]
+
+    return change_once
+
+
+def _walked(value: Any, kind: Any, change: Change, of_factors: Callable[[], Change]) -> Any:
     if isinstance(value, kind):
         return change(value)
-    if isinstance(value, TensorBuffer | FactorBuffers):
-        return value
-    if is_dataclass(value) and not isinstance(value, type):
-        changed = {f.name: _walked(getattr(value, f.name), kind, change) for f in fields(value)}
+    if isinstance(value, Factored):  # whose pieces may be read from a file one by one
+        change = of_factors()
+        return Factored([_walked(dict(p), kind, change, of_factors) for p in value.pieces])
+    if is_dataclass(value) and not isinstance(value, type | TensorBuffer):
+        changed = {
+            f.name: _walked(getattr(value, f.name), kind, change, of_factors) for f in fields(value)
+        }
         return replace(value, **changed)
     if isinstance(value, dict):
-        return {key: _walked(entry, kind, change) for key, entry in value.items()}
+        return {key: _walked(entry, kind, change, of_factors) for key, entry in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_walked(entry, kind, change) for entry in value)
+        return type(value)(_walked(entry, kind, change, of_factors) for entry in value)
     return value

@@ -10,25 +10,26 @@ import logging
 import math
 import os
 import threading
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import numpy
+import ray
 import torch
 
 from gradbox.printable import log_to_stderr
-from gradbox.protocol import DeviceMemory, SampleSpec
+from gradbox.protocol import DeviceMemory
 from gradbox_engine import EngineError
 from gradbox_worker.cluster.buffers import READ_ONLY, as_buffers, as_tensors
-from gradbox_worker.cluster.helper_job import JobInPhases, JobOfSamples
+from gradbox_worker.cluster.held_ranges import RangesInPhases, RangesOfSamples, opened
 from gradbox_worker.cluster.leading import Lead, leading_of
 from gradbox_worker.cluster.messages import Described, Helper, News, PhaseSpan
-from gradbox_worker.cluster.row_outlet import Handed
+from gradbox_worker.cluster.rows import RowsAtLeader
 from gradbox_worker.cluster.shipping import PIECE_BYTES, OwnFolder, ShippedInputs, models_here
 from gradbox_worker.computations.execution import StopNow
 from gradbox_worker.computations.identity import gradbox_version
@@ -39,7 +40,6 @@ from gradbox_worker.device.warm_device import WarmDevice
 from gradbox_worker.errors import JobStopped
 from gradbox_worker.exceptions_to_problems import refuses_work
 from gradbox_worker.files.blob_tensors import Blobs
-from gradbox_worker.files.placed_rows import Placement
 from gradbox_worker.hints import with_hint
 from gradbox_worker.models.shipping import ShippedModels
 from gradbox_worker.work import Failed, Outcome, Work
@@ -48,17 +48,18 @@ T = TypeVar("T")
 
 # For its last answer to be sent, before a process whose device is spoilt ends.
 LEAVE_S: Final = 2.0
-OPENING_S: Final = 0.02
 
 
 class JobOnDevice:
     """Implements `Supervision` where a job runs; who watches it is told by `news`.
 
     Attributes:
+        job: its id, and the number of the attempt.
         lead: what leads other devices, if it does.
     """
 
-    def __init__(self, stop_requested: Callable[[], bool]) -> None:
+    def __init__(self, job: tuple[str, int], stop_requested: Callable[[], bool]) -> None:
+        self.job = job
         self.lead: Lead | None = None
         self._stop_requested = stop_requested
         self._step: tuple[str, int, int] | None = None
@@ -84,8 +85,8 @@ class JobOnDevice:
     def news(self, memory: DeviceMemory | None) -> News:
         """Return what is new."""
         phases, self._phases = self._phases, []
-        freed = [] if self.lead is None else self.lead.helpers.freed()
-        return News(self._step, memory, phases, freed)
+        alone = self.lead is not None and self.lead.goes_on_alone
+        return News(self._step, memory, phases, alone)
 
 
 class ClusterDevice:
@@ -119,10 +120,11 @@ class ClusterDevice:
         self._running: JobOnDevice | None = None
         self._memory: DeviceMemory | None = None
         self._stopped: tuple[str, int] | None = None
-        self._abandoned = False
         self._leaving = False
-        self._held: JobInPhases | JobOfSamples | None = None
-        self._open_for: tuple[str, int] | None = None
+        self._resting = threading.Timer(0.0, lambda: None)
+        self._open = ExitStack()
+        self._ranges: RangesInPhases | RangesOfSamples | None = None
+        self._rows: RowsAtLeader
         path, text = mark
         sees_files = path.is_file() and path.read_text() == text
         self._own = None if sees_files else OwnFolder()
@@ -175,18 +177,25 @@ class ClusterDevice:
         outcome = self._device.run(work, watched, leading=leading, blobs=blobs)
         if isinstance(outcome, Failed) and outcome.leaving:
             self._leave_soon()
+        else:
+            self.rest()
         return outcome, self.news()
 
-    def open(self, work: Work, rows_name: str, inputs: ShippedInputs | None) -> None:
-        """Make ready for ranges of a job that another device leads."""
+    def open(self, work: Work, leader: Any, rows_name: str, inputs: ShippedInputs | None) -> None:
+        """Make ready for ranges of a job that another device leads.
+
+        Args:
+            leader: a handle of its actor.
+            rows_name: the second name of the file of dense rows, see `SharedRows`.
+        """
         self._close()
-        self._open_for = (work.job_id, work.attempt)
         watched = self._running = self._watched(work)
+        rows = RowsAtLeader(leader, watched.job, kept_as=rows_name, while_waiting=watched.check)
         work, blobs = self._here(work, inputs)
-        kind = JobOfSamples if isinstance(work.spec, SampleSpec) else JobInPhases
-        self._held = self._guarded(
-            lambda: kind(self._device, work, watched, rows_name=rows_name, blobs=blobs)
-        )
+        helping = self._device.helping(work, watched, rows=rows, blobs=blobs)
+        job = self._guarded(lambda: self._open.enter_context(helping))
+        self._ranges = self._guarded(lambda: self._open.enter_context(opened(job)))
+        self._rows = rows
 
     def _here(self, work: Work, inputs: ShippedInputs | None) -> tuple[Work, Blobs | None]:
         """Return a job as it is run here, and its blobs where these are not in the data folder."""
@@ -209,28 +218,32 @@ class ClusterDevice:
         Args:
             job: which one, and which attempt: by the time a call comes another may be open.
             opened: what `open` returned: where that failed, this call ends in the same way.
-            method: of a `HelperJob`.
+            method: of `RangesInPhases`, or of `RangesOfSamples`.
         """
-        if self._held is None or not self.holds(*job):
+        if self._ranges is None or self._running is None or self._running.job != job:
             raise JobStopped("the device is not open for this job")
         device = self._device.registry.device
         given = as_tensors(arguments, copy=method != "add", device=device)
-        return as_buffers(self._guarded(partial(getattr(self._held, method), *given)))
+        found = self._guarded(partial(getattr(self._ranges, method), *given))
+        self._guarded(self._rows.finish)
+        return as_buffers(found)
 
     def empty(self) -> None:
         """Drop what a job holds here, but graphs for a later one."""
         if self._leaving:
             os._exit(0)  # with no tensor freed, see `Caught`
         self._close()
-        self._abandoned = False
+        self.rest()
 
-    def rest(self) -> float | None:
-        """Drop graphs that have waited long enough for a job.
-
-        Returns:
-            In how many seconds to call this again; None: there are none.
-        """
-        return None if self._held is not None else self._device.rest()
+    def rest(self) -> None:
+        """Drop graphs that have waited long enough for a job, between jobs; others later."""
+        self._resting.cancel()
+        left_s = None if self._ranges is not None else self._device.rest()
+        if left_s is not None:
+            compute = ray.get_runtime_context().current_actor.compute
+            self._resting = threading.Timer(left_s, compute.remote, args=("rest",))
+            self._resting.daemon = True
+            self._resting.start()
 
     def news(self) -> News:
         """Return what is new of the job that runs here, or ran last."""
@@ -242,38 +255,29 @@ class ClusterDevice:
 
     def _watched(self, work: Work) -> JobOnDevice:
         job = (work.job_id, work.attempt)
-        return JobOnDevice(lambda: self._abandoned or self._stopped == job)
+        return JobOnDevice(job, lambda: self._stopped == job)
 
-    def take_rows(self, wait_s: float) -> list[Handed]:
-        """Return dense rows that are to be written elsewhere, after waiting for some."""
-        held = self._held
-        if isinstance(held, JobOfSamples):
-            return held.outlet.taken(wait_s=wait_s)
-        time.sleep(min(wait_s, OPENING_S))  # it is being opened, or was ended
-        return []
-
-    def place_rows(self, placement: Placement | None) -> None:
-        """Tell where dense rows are to be written; None: elsewhere."""
-        held = self._held
-        if isinstance(held, JobOfSamples):
-            held.outlet.place(placement)
-
-    def holds(self, job_id: str, attempt: int) -> bool:
-        """Return whether an attempt is open here, for ranges."""
-        return self._open_for == (job_id, attempt)
+    def rows_of_helper(
+        self, job: tuple[str, int], method: str, arguments: Mapping[str, Any]
+    ) -> Any:
+        """Do something for a helper with the rows of the job that this device leads."""
+        running = self._running
+        if running is None or running.job != job or running.lead is None:
+            raise JobStopped("the device does not lead this job")
+        assert running.lead.rows is not None
+        return running.lead.rows.of_helper(method, arguments)
 
     def stop(self, job_id: str, attempt: int) -> None:
         """Have an attempt stop before its next shard."""
         self._stopped = (job_id, attempt)
 
-    def stop_all(self) -> None:
-        """Have whatever runs stop before its next shard, up to the next `empty`."""
-        self._abandoned = True
-
     def _close(self) -> None:
-        held, self._held, self._open_for = self._held, None, None
-        if held is not None:
-            held.close()
+        """Put the model back, in the thread that opened it, and drop what is held here."""
+        self._ranges = None
+        # What the engine refuses on the way out a range has refused before, or the job has failed.
+        with suppress(EngineError):
+            self._open.close()
+        self._device.kept.rest()
 
     def _guarded(self, call: Callable[[], T]) -> T:
         """Call what computes for a job; what it raises goes to the leader."""

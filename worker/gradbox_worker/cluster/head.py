@@ -44,9 +44,8 @@ log = logging.getLogger(__name__)
 # So long after the first device is ready jobs may run, without those that are not: for those of
 # this machine, whose models' versions count, the ready ones of others wait so long.
 LATE_S: Final = 60.0
-# Between two starts of a device whose process ends before it is ready; then twice as long.
-PAUSE_S: Final = 1.0
-LONGEST_PAUSE_S: Final = 30.0
+# Before another process is started for a device whose last one ended before it was ready.
+PAUSE_S: Final = 2.0
 # A job that may use more devices, or certain ones, waits so long for those that end another job.
 ENDING_S: Final = 1.0
 # After its job a device may take so long to come to its next shard.
@@ -76,7 +75,6 @@ class Slot:
         models: those that it ran, the last one last.
         idle_since: by the monotonic clock.
         stale: whether it is to build its models anew once it is idle.
-        graphs: a reference to whether it keeps graphs, of a device that may.
         memory: what was in its memory when that was last measured.
     """
 
@@ -95,8 +93,6 @@ class Slot:
     idle_since: float = 0.0
     stale: bool = False
     start_at: float = 0.0
-    pause_s: float = PAUSE_S
-    graphs: Any = None
     memory: DeviceMemory | None = None
 
     @property
@@ -190,8 +186,6 @@ class ClusterDevices:
         for slot in list(self._slots.values()):
             if slot.state in ("idle", "starting") and slot.actor is not None and slot.is_dead():
                 self.lost(slot)
-            elif slot.state == "idle" and slot.graphs is not None:
-                self._rest(slot)
         self._go_on_starting()
 
     def announce(self) -> None:
@@ -271,7 +265,7 @@ class ClusterDevices:
 
     def _start(self, slot: Slot) -> None:
         """Have another process for a device, which then builds its models."""
-        slot.state, slot.stale, slot.graphs = "starting", False, None
+        slot.state, slot.stale = "starting", False
         actor_class = ray.remote(max_restarts=0, concurrency_groups=GROUPS)(DeviceActor)
         slot.actor = actor_class.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(slot.node, soft=False),
@@ -301,10 +295,8 @@ class ClusterDevices:
                 return
             was_ready = slot.state != "starting"
             self._end(slot)
-            slot.state, slot.graphs = "starting", None
-            slot.pending = None
-            slot.start_at = 0.0 if was_ready else time.monotonic() + slot.pause_s
-            slot.pause_s = PAUSE_S if was_ready else min(2 * slot.pause_s, LONGEST_PAUSE_S)
+            slot.state, slot.pending = "starting", None
+            slot.start_at = 0.0 if was_ready else time.monotonic() + PAUSE_S
             if slot.stale:
                 slot.described = None
             self.changed.notify_all()
@@ -359,7 +351,7 @@ class ClusterDevices:
             "device %s is ready (%s) in process %d", slot.name, entry.hardware, described.process
         )
         with self.changed:
-            slot.described, slot.pending, slot.pause_s = described, None, PAUSE_S
+            slot.described, slot.pending = described, None
             slot.memory = entry.memory
             slot.state, slot.idle_since = "idle", time.monotonic()
             self.changed.notify_all()
@@ -371,15 +363,6 @@ class ClusterDevices:
         self._end(slot)
         slot.state, slot.pending, slot.described = "refused", None, None
         slot.announcer.retire()
-
-    def _rest(self, slot: Slot) -> None:
-        """Have a device drop graphs that have waited for too long."""
-        if ray.wait([slot.graphs], timeout=0)[0]:
-            try:
-                left_s = ray.get(slot.graphs)
-            except RayError:
-                left_s = None
-            slot.graphs = None if left_s is None else slot.actor.compute.remote("rest")
 
     # --- which devices run a job -----------------------------------------------------------------
 
@@ -418,7 +401,7 @@ class ClusterDevices:
             )
             chosen = idle[:most]
             for slot in chosen:
-                slot.state, slot.graphs = "busy", None
+                slot.state = "busy"
                 slot.models = [m for m in slot.models if m != record.model] + [record.model]
         self._ran[record.id] = [slot.name for slot in chosen]
         while len(self._ran) > NUM_JOBS:
@@ -438,15 +421,13 @@ class ClusterDevices:
                 if slot.state == "busy":
                     slot.state = "ending"
 
-    def free(self, slot: Slot, *, may_keep_graphs: bool = False) -> None:
+    def free(self, slot: Slot) -> None:
         """Have a device that has ended its part run other jobs, in another process if need be."""
         with self.changed:
             if slot.state not in ("busy", "ending"):
                 return
             if not slot.stale and not slot.is_dead():
                 slot.state, slot.idle_since = "idle", time.monotonic()
-                if may_keep_graphs:
-                    slot.graphs = slot.actor.compute.remote("rest")
                 self.changed.notify_all()
                 return
         self.lost(slot)

@@ -1,7 +1,9 @@
-"""The devices that a job's leader leads: which range is where, and what a lost one is replaced by.
+"""The devices of a job as its leader has them: which range is where, and what replaces a lost one.
 
-The leader is a device, too: it takes what is left once each other one has its range, and the ranges
-of those that die. What crosses processes is counted here, by kind.
+The leader is a device, too: it takes what is left once each helper has its range, and the ranges of
+those that die. Whether a call is to a helper or to the leader itself, the answer is a future; what
+one device gives another goes by reference, not by way of the leader. What crosses processes is
+counted here, by kind.
 """
 
 from __future__ import annotations
@@ -9,10 +11,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Final
 
 import ray
+import torch
 from ray.exceptions import (
     ObjectLostError,
     OwnerDiedError,
@@ -21,10 +25,9 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from gradbox_engine import Observer
 from gradbox_engine.errors import DeviceLost
 from gradbox_engine.ranges import Range
-from gradbox_engine.requests import Phase
+from gradbox_engine.ranges.one_device import done
 from gradbox_worker.cluster.buffers import HOST, as_buffers, as_tensors, num_bytes
 from gradbox_worker.cluster.messages import Helper
 from gradbox_worker.cluster.shipping import ShippedInputs
@@ -33,45 +36,110 @@ from gradbox_worker.work import Work
 
 LOST: Final = (RayActorError, ObjectLostError, OwnerDiedError, JobStopped)
 
+Then = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a helper gives another device, or the leader."""
+
+    helper: OpenHelper
+    reference: Any
+
 
 class OpenHelper:
-    """A helper with the job open on it.
+    """A helper with the job open on it."""
 
-    Attributes:
-        held: the ranges that it has anything of.
-        opened: a reference to the end of its opening.
-    """
+    def __init__(self, helpers: Helpers, name: str, actor: Any, opened: Any) -> None:
+        """Take what it is.
 
-    def __init__(self, helper: Helper, opened: Any, *, job: tuple[str, int]) -> None:
-        self.name, self.actor = helper.name, helper.actor
-        self.writes_files = helper.writes_files
-        self.held: set[int] = set()
-        self.opened = opened
-        self._job = job
+        Args:
+            opened: a reference to the end of its opening.
+        """
+        self.name, self.actor = name, actor
+        self._helpers, self._opened = helpers, opened
 
-    def ask(self, method: str, *arguments: Any) -> Any:
-        """Have the job there do something, see `HelperJob`; returns a reference to its answer."""
+    def call(
+        self, method: str, *arguments: Any, sent: str = "inputs", then: Then = lambda found: found
+    ) -> Future[Any]:
+        """Have a method of its ranges called, and return what the answer becomes.
+
+        Args:
+            sent: as what the tensors among the arguments are counted; "" where the answer says.
+            then: is given the answer, with tensors on the leader's device.
+        """
+        if sent:
+            self._helpers.count(sent, num_bytes(arguments))
+        given = [one for one in arguments if isinstance(one, Given)]
+        plain = [one.reference if isinstance(one, Given) else one for one in arguments]
+        concerned = [self, *(one.helper for one in given)]
+        return self._helpers.future(self._ask(method, *plain), then, concerned)
+
+    def give(self, method: str, *arguments: Any) -> Given:
+        """Return what a method gives, as an argument of a call to another device."""
+        return Given(self, self._ask(method, *arguments))
+
+    def share(self, value: Any) -> Any:
+        """Return a value as an argument, whose bytes are sent to all helpers once."""
+        return self._helpers.put(value)
+
+    def moved(self, kind: str, value: Any) -> None:
+        """Count what came from it."""
+        self._helpers.count(kind, num_bytes(value))
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
         return self.actor.compute.remote(
-            "call", self._job, self.opened, method, *as_buffers(arguments)
+            "call", self._helpers.job, self._opened, method, *as_buffers(arguments)
         )
 
-    def holds_the_job(self) -> bool:
-        """Return whether the device lives, and has the job open."""
-        try:
-            holds: bool = ray.get(self.actor.control.remote("holds", *self._job))
-        except RayActorError:
-            return False
-        return holds
+
+class Here:
+    """The leader itself."""
+
+    def __init__(self, helpers: Helpers, name: str, ranges: Any) -> None:
+        """Take its own ranges."""
+        self.name = name
+        self._helpers, self._ranges = helpers, ranges
+
+    def call(
+        self, method: str, *arguments: Any, sent: str = "inputs", then: Then = lambda found: found
+    ) -> Future[Any]:
+        """Call a method at once; in a thread, where it waits for what a helper gives."""
+        bound = getattr(self._ranges, method)
+        given = [one for one in arguments if isinstance(one, Given)]
+        if not given:
+            return done(lambda: then(bound(*arguments)))
+        (waited,) = given
+
+        def with_found(found: Any) -> Any:
+            return then(bound(*(found if one is waited else one for one in arguments)))
+
+        return self._helpers.future(waited.reference, with_found, [waited.helper])
+
+    def give(self, method: str, *arguments: Any) -> Any:
+        """Return what a method gives."""
+        return getattr(self._ranges, method)(*arguments)
+
+    def share(self, value: Any) -> Any:
+        """Return the same."""
+        return value
+
+    def moved(self, kind: str, value: Any) -> None:
+        """Count nothing."""
+
+
+Device = OpenHelper | Here
 
 
 class Helpers:
     """The helpers of one attempt at a job.
 
     Attributes:
+        job: its id, and the number of the attempt.
         alive: those that it has, as far as it knows.
         moved: bytes that crossed processes so far, by kind.
-        device: the leader's, to which answers come.
-        resumed: how often a range went on from a checkpoint on one of them, at most.
+        here: the leader, once it has ranges.
+        resumed: how often a range went on from a checkpoint, at most.
     """
 
     def __init__(self, work: Work, helpers: Sequence[Helper], *, own_name: str) -> None:
@@ -80,15 +148,16 @@ class Helpers:
         Args:
             own_name: the leader's.
         """
+        self.job = (work.job_id, work.attempt)
         self._work, self._helpers, self._own_name = work, helpers, own_name
         self.alive: list[OpenHelper] = []
         self.moved: Counter[str] = Counter()
-        self.device = HOST
+        self.here: Here
         self.resumed = 0
-        self._of: dict[int, OpenHelper | None] = {}
-        self._ran: dict[int, str] = {}
+        self._device = HOST
+        self._of: dict[int, Device] = {}
         self._homes: Mapping[int, str] = {}
-        self._freed: list[str] = []
+        self._shared: dict[int, tuple[Any, Any]] = {}
         self._counting = Lock()
         self._threads: ThreadPoolExecutor
 
@@ -98,57 +167,51 @@ class Helpers:
         return 1 + len(self.alive)
 
     def open(
-        self, rows_name: str, shipped: ShippedInputs | None, *, homes: Mapping[int, str]
+        self, rows_name: str, inputs: ShippedInputs | None, *, homes: Mapping[int, str]
     ) -> None:
         """Have the job opened on those that live; nobody waits until it is.
 
         Args:
-            rows_name: see `RowOutlet`.
-            shipped: for those that do not see the data folder.
+            rows_name: see `SharedRows.kept_as`.
+            inputs: for those that do not see the data folder.
             homes: by range, the device that it goes to if that is there.
         """
-        job = (self._work.job_id, self._work.attempt)
         calls = [(helper, helper.actor.control.remote("news")) for helper in self._helpers]
         living = [helper for helper, call in calls if _answered(call)]
-        self._of, self._ran, self._homes = {}, {}, homes
-        self.alive = []
+        self._shared, self._homes, self.alive = {}, homes, []
         self._threads = ThreadPoolExecutor(max(1, len(living)), thread_name_prefix="answers")
+        leader = ray.get_runtime_context().current_actor if living else None
         for helper in living:
-            inputs = None if helper.sees_files else shipped
-            opened = helper.actor.compute.remote("open", self._work, rows_name, inputs)
-            self.alive.append(OpenHelper(helper, opened, job=job))
-            if inputs is not None:
-                self.count("inputs", inputs.num_bytes)
+            own = None if helper.sees_files else inputs
+            opened = helper.actor.compute.remote("open", self._work, leader, rows_name, own)
+            self.alive.append(OpenHelper(self, helper.name, helper.actor, opened))
+            self.count("inputs", 0 if own is None else own.num_bytes)
 
-    def take(self, part: Range) -> OpenHelper | None:
-        """Return the helper that a range runs on, another one if that was lost.
+    def lead(self, ranges: Any, device: torch.device) -> None:
+        """Take the leader's own ranges, and the device that answers come to."""
+        self.here, self._device, self._of = Here(self, self._own_name, ranges), device, {}
 
-        Returns:
-            None where it is the leader.
-        """
-        helper = self._of.get(part.index)
-        if part.index not in self._of:
-            helper = self._first(part)
-        elif helper is not None and helper not in self.alive:
-            choice = [*self.alive, None]
-            helper = choice[part.index % len(choice)]
-        self._of[part.index] = helper
-        self._ran[part.index] = self._own_name if helper is None else helper.name
-        return helper
+    def take(self, part: Range) -> Device:
+        """Return the device that a range runs on, another one if that was lost."""
+        device = self._of.get(part.index)
+        if device is None:
+            device = self._first(part)
+        elif isinstance(device, OpenHelper) and device not in self.alive:
+            choice: list[Device] = [*self.alive, self.here]
+            device = choice[part.index % len(choice)]
+        self._of[part.index] = device
+        return device
 
-    def _first(self, part: Range) -> OpenHelper | None:
-        """Return a helper for a range that had none yet.
+    def _first(self, part: Range) -> Device:
+        """Return a device for a range that had none yet.
 
         Its own; or one by its place, so that the leader, which computes while it leads, has the
         last ones.
         """
-        devices = [*self.alive, None]
-        home = self._homes.get(part.index)
-        if home == self._own_name:
-            return None
-        own = [helper for helper in self.alive if helper.name == home]
-        if own:
-            return own[0]
+        devices: list[Device] = [*self.alive, self.here]
+        for device in devices:
+            if device.name == self._homes.get(part.index):
+                return device
         number, num_ranges = len(devices), part.num_ranges
         if num_ranges <= number:
             return devices[number - num_ranges + part.index]
@@ -157,48 +220,26 @@ class Helpers:
     @property
     def ran(self) -> list[str]:
         """The name of the device that ran each range last, in their order."""
-        return [self._ran[index] for index in sorted(self._ran)]
+        return [self._of[index].name for index in sorted(self._of)]
 
-    def call(
-        self,
-        helper: OpenHelper,
-        method: str,
-        *arguments: Any,
-        sent: str = "",
-        then: Callable[[Any], Any] = lambda found: found,
-    ) -> Future[Any]:
-        """Have a helper's job do something, and return what its answer becomes.
-
-        Args:
-            sent: as what the tensors among the arguments are counted.
-        """
-        self.count(sent or "inputs", num_bytes(arguments))
-        return self.future(helper.ask(method, *arguments), then, helpers=(helper,))
-
-    def future(
-        self,
-        reference: Any,
-        then: Callable[[Any], Any] = lambda found: found,
-        *,
-        helpers: Sequence[OpenHelper],
-        meanwhile: Callable[[], object] = lambda: None,
-    ) -> Future[Any]:
-        """Return what an answer becomes, in a thread; `DeviceLost` where one of the helpers died.
-
-        Args:
-            then: is given the answer, with tensors on the leader's device.
-            meanwhile: called first, in the thread that waits; may use the helpers, too.
-        """
+    def future(self, reference: Any, then: Then, concerned: Sequence[OpenHelper]) -> Future[Any]:
+        """Return what an answer becomes, in a thread; `DeviceLost` where one of these died."""
 
         def run() -> Any:
             try:
-                meanwhile()
                 found = ray.get(reference)
             except RayError as error:
-                raise self._failure(error, helpers) from None
-            return then(as_tensors(found, device=self.device))
+                raise self._failure(error, concerned) from None
+            return then(as_tensors(found, device=self._device))
 
         return self._threads.submit(run)
+
+    def put(self, value: Any) -> Any:
+        """Return a reference to a value, the same one for the same value."""
+        if id(value) not in self._shared:
+            self.count("inputs", num_bytes(value))
+            self._shared[id(value)] = (value, ray.put(as_buffers(value)))
+        return self._shared[id(value)][1]
 
     def count(self, kind: str, size_bytes: int) -> None:
         """Note that bytes crossed processes."""
@@ -210,68 +251,23 @@ class Helpers:
         with self._counting:
             self.resumed = max(self.resumed, resumed)
 
-    def free_if_empty(self, helper: OpenHelper) -> None:
-        """Have a helper freed that holds nothing of the job any more."""
-        with self._counting:
-            if not helper.held and helper in self.alive:
-                self.alive.remove(helper)
-                self._freed.append(helper.name)
-
-    def free_all(self) -> None:
-        """Have all helpers freed, for the leader goes on alone."""
-        with self._counting:
-            self._freed += [helper.name for helper in self._helpers]
-            self.alive = []
-
-    def freed(self) -> list[str]:
-        """Return those that are free since the last call."""
-        with self._counting:
-            found, self._freed = self._freed, []
-        return found
-
     def close(self) -> None:
         """Wait for no answer any more."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _failure(self, error: BaseException, helpers: Sequence[OpenHelper]) -> BaseException:
+    def _failure(self, error: BaseException, concerned: Sequence[OpenHelper]) -> BaseException:
         """Return what was raised on a device as it was there, or that one of them is lost."""
         while isinstance(error, RayTaskError):
             error = error.cause
         if not isinstance(error, LOST):
             return error
-        for helper in helpers:  # one that was told to stop is of no use, whether it lives or not
-            lost = isinstance(error, JobStopped) or not helper.holds_the_job()
+        for helper in concerned:  # one that was told to stop is of no use, whether it lives or not
+            lost = isinstance(error, JobStopped) or not _answered(
+                helper.actor.control.remote("news")
+            )
             if lost and helper in self.alive:
                 self.alive.remove(helper)
-        names = ", ".join(helper.name for helper in helpers)
-        return DeviceLost(f"{names}: {error}")
-
-
-class LedProgress:
-    """Passes on how far the leader is itself; who watches adds the helpers' shards.
-
-    Attributes:
-        total: how many shards, or samples, the job has; 0 where that is not known yet.
-    """
-
-    def __init__(self, observer: Observer) -> None:
-        self.total = 0
-        self._observer = observer
-        self._last: tuple[Phase, int] | None = None
-
-    def step(self, phase: Phase, done: int, total: int) -> None:
-        """Hear of a step of the leader's own, or of the cotangents."""
-        if phase == "cotangents":
-            self._observer.step(phase, done, total)
-            return
-        self._last = (phase, done)
-        self._observer.step(phase, done, self.total or total)
-
-    def tick(self, phase: Phase, total: int) -> None:
-        """Hear about once a second that helpers compute; may raise to stop the job."""
-        self.total = total
-        done = self._last[1] if self._last is not None and self._last[0] == phase else 0
-        self._observer.step(phase, done, total)
+        return DeviceLost(f"{', '.join(helper.name for helper in concerned)}: {error}")
 
 
 def _answered(call: Any) -> bool:

@@ -5,22 +5,16 @@
     the leader      runs the last of them itself, in its own thread, once the others have begun
     sums            are added where they are, in the tree of `reduction`; the last one ends here
 
-What crosses processes, as NumPy buffers in the object store:
-
-    Z, dL/dZ of a range     the answer of `forward`, the argument of `replay`
-    sums of gradients       from the device of the right neighbour to that of the left one, or here
-
-`leading_samples` has the devices of per-sample jobs.
+`led_devices` has the calls on ranges.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -35,37 +29,19 @@ from gradbox.protocol import (
     SampleSpec,
 )
 from gradbox_engine import Observer
-from gradbox_engine.ranges import (
-    Devices,
-    EarlierOutputs,
-    HeldJob,
-    NamedSums,
-    NormStatistics,
-    OneDevice,
-    Range,
-    RangeCotangents,
-    RangeDevice,
-    RangeGradient,
-    RangeOutputs,
-    Sums,
-    added,
-    cut,
-)
+from gradbox_engine.ranges import Devices, HeldJob, Range, cut
 from gradbox_engine.ranges.samples import SampleRanges, SampleRun
-from gradbox_engine.requests import Phase, Precision
 from gradbox_service.store.files import files_of
-from gradbox_worker.cluster.buffers import num_bytes
-from gradbox_worker.cluster.helpers import Helpers, LedProgress, OpenHelper
-from gradbox_worker.cluster.leading_samples import LedSampleDevices, SharedRows, rows_name
+from gradbox_worker.cluster.helpers import Helpers
+from gradbox_worker.cluster.led_devices import LedDevices, LedProgress, LedSampleDevices
 from gradbox_worker.cluster.messages import Helper
+from gradbox_worker.cluster.rows import SharedRows
 from gradbox_worker.cluster.shipping import ShippedInputs
 from gradbox_worker.computations.leading import ALONE, Leading, Rows, Run
 from gradbox_worker.files.blob_tensors import BlobTensors
 from gradbox_worker.files.result_in_place import ResultOnDisk
 from gradbox_worker.files.rounded_gradients import RoundedGradients
 from gradbox_worker.work import Work
-
-T = TypeVar("T")
 
 
 def leading_of(
@@ -86,7 +62,12 @@ def leading_of(
 
 
 class Lead:
-    """Leads other devices through one attempt at a job; see `computations.leading.Leading`."""
+    """Leads other devices through one attempt at a job; see `computations.leading.Leading`.
+
+    Attributes:
+        rows: the file of dense rows, to which helpers write too.
+        goes_on_alone: whether the helpers are not needed any more.
+    """
 
     def __init__(
         self,
@@ -102,16 +83,15 @@ class Lead:
         self._progress: LedProgress | None = None
         self._samples: LedSampleDevices | None = None
         self._num_devices = 1
-        self._rows: SharedRows | None = None
+        self.rows: SharedRows | None = None
+        self.goes_on_alone = False
 
     def begin(self, result: ResultOnDisk) -> Rows:
         """Have the helpers make themselves ready."""
-        name = rows_name(self._work, result)
-        result.share(self._work.checkpoints / name)
-        self._rows, self._samples = SharedRows(result, name), None
-        self.helpers.open(name, self._shipped, homes=self._waiting.homes)
+        self.rows, self._samples = SharedRows(self._work, result), None
+        self.helpers.open(self.rows.kept_as, self._shipped, homes=self._waiting.homes)
         self._num_devices = self.helpers.num_devices
-        return self._rows
+        return self.rows
 
     def watched(self, observer: Observer) -> Observer:
         """Return who hears of the leader's own shards, and about once a second."""
@@ -148,24 +128,19 @@ class Lead:
         self, own: SampleRanges, *, device: torch.device, rounding: RoundedGradients
     ) -> LedSampleDevices:
         """Return the devices of a per-sample job."""
-        assert self._rows is not None
-        self.helpers.moved.update(rows=0, factors=0, sums=0, values=0, inputs=0)
         assert self._progress is not None
+        self.helpers.moved.update(rows=0, factors=0, sums=0, values=0, inputs=0)
         self._samples = LedSampleDevices(
-            self.helpers,
-            own,
-            device=device,
-            rounding=rounding,
-            rows=self._rows,
-            progress=self._progress,
+            self.helpers, own, device=device, rounding=rounding, progress=self._progress
         )
         return self._samples
 
     def facts(self, runs: Sequence[Run]) -> Mapping[str, Any]:
         """Return what the receipt says of devices and ranges."""
         self.helpers.close()
-        if self._samples is not None:
+        if self._samples is not None and self.rows is not None:
             self._samples.add_rounding()
+            self.helpers.count("rows", self.rows.moved_bytes)
         views = [_view(run, device) for run, device in zip(runs, self.helpers.ran, strict=False)]
         facts: dict[str, Any] = {"ranges": views, "bytes_moved": dict(self.helpers.moved)}
         if self._num_devices > 1:
@@ -175,127 +150,9 @@ class Lead:
         return facts
 
     def alone(self) -> Leading:
-        """Have the helpers freed."""
-        self.helpers.free_all()
+        """Give the helpers back."""
+        self.goes_on_alone = True
         return ALONE
-
-
-@dataclass(frozen=True)
-class HeldSums:
-    """The sums of a range, and of what was added to them, on the helper that has them."""
-
-    helper: OpenHelper
-    index: int
-
-
-class LedDevices:
-    """The devices of one job in two phases, as the engine sees them; the first one is this."""
-
-    def __init__(self, helpers: Helpers, held: HeldJob, progress: LedProgress) -> None:
-        self._helpers, self._progress = helpers, progress
-        self._own, helpers.device = OneDevice(held), held.device
-
-    def take(self, part: Range) -> RangeDevice:
-        """Return a device for a range: its own at first, then another one."""
-        helper = self._helpers.take(part)
-        if helper is None:
-            return self._own
-        return RangeOnHelper(helper, self._helpers)
-
-    def added(self, left: Sums, right: Sums) -> Future[Sums]:
-        """Add the right sums to the left ones, where those are; here if either is here."""
-        there = [sums for sums in (left, right) if isinstance(sums, HeldSums)]
-        if not there:
-            return self._own.added(left, right)
-        if len(there) == 2:
-            return self._added_there(*there)
-
-        def then(taken: NamedSums) -> NamedSums:
-            return added(*(taken if sums is there[0] else _named(sums) for sums in (left, right)))
-
-        return self._taken(there[0], then)
-
-    def fetched(self, sums: Sums) -> Future[NamedSums]:
-        """Bring sums here."""
-        return self._taken(sums) if isinstance(sums, HeldSums) else self._own.fetched(sums)
-
-    def between_phases(self, step: Callable[[], T], precision: Precision) -> T:
-        """Run a step here."""
-        return self._own.between_phases(step, precision)
-
-    def tick(self, phase: Phase, done: int, total: int) -> None:
-        """Tell who watches the job, which may be told to stop."""
-        self._progress.tick(phase, total)
-
-    def _added_there(self, left: HeldSums, right: HeldSums) -> Future[Sums]:
-        def then(bytes_added: int) -> Sums:
-            self._helpers.count("sums", bytes_added)
-            right.helper.held.discard(right.index)
-            self._helpers.free_if_empty(right.helper)
-            return left
-
-        taken = right.helper.ask("take_sums", right.index)
-        answer = left.helper.ask("add", left.index, taken)
-        return self._helpers.future(answer, then, helpers=(left.helper, right.helper))
-
-    def _taken(
-        self, sums: HeldSums, then: Callable[[NamedSums], NamedSums] = lambda taken: taken
-    ) -> Future[Any]:
-        """Take sums from their helper, and do something with them in the thread that waited."""
-
-        def here(taken: NamedSums) -> NamedSums:
-            self._helpers.count("sums", num_bytes(taken))
-            sums.helper.held.discard(sums.index)
-            self._helpers.free_if_empty(sums.helper)
-            return then(taken)
-
-        return self._helpers.call(sums.helper, "take_sums", sums.index, then=here)
-
-
-def _named(sums: Sums) -> NamedSums:
-    assert isinstance(sums, dict)
-    return sums
-
-
-class RangeOnHelper:
-    """One helper, for the calls on one range."""
-
-    def __init__(self, helper: OpenHelper, helpers: Helpers) -> None:
-        self._helper, self._helpers = helper, helpers
-
-    def forward(self, part: Range) -> Future[RangeOutputs]:
-        """Run the first pass of a range."""
-        self._helper.held.add(part.index)
-
-        def then(found: tuple[RangeOutputs, int]) -> RangeOutputs:
-            outputs, resumed = found
-            self._helpers.note_resumed(resumed)
-            self._helpers.count("outputs", num_bytes(outputs.outputs))
-            return outputs
-
-        return self._helpers.call(self._helper, "forward", part, then=then)
-
-    def resume(self, part: Range, earlier: EarlierOutputs) -> Future[None]:
-        """Hold a range that an earlier job put through the model."""
-        self._helper.held.add(part.index)
-        return self._helpers.call(
-            self._helper, "resume", part, earlier, sent="outputs", then=self._helpers.note_resumed
-        )
-
-    def replay(self, part: Range, cotangents: RangeCotangents) -> Future[RangeGradient]:
-        """Replay a range; its sums stay there."""
-
-        def then(found: RangeGradient) -> RangeGradient:
-            self._helpers.count("input_grads", num_bytes(found.input_grads))
-            return replace(found, sums=HeldSums(self._helper, part.index))
-
-        return self._helpers.call(
-            self._helper, "replay", part, cotangents, sent="cotangents", then=then
-        )
-
-    def check(self, part: Range, norms: dict[str, NormStatistics]) -> Future[int]:
-        """Check the range's first shard, and give the range up."""
-        return self._helpers.call(self._helper, "check", part, norms, sent="cotangents")
 
 
 @dataclass(frozen=True)

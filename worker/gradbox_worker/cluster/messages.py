@@ -34,14 +34,11 @@ class Helper:
     Attributes:
         actor: a handle of a `DeviceActor`, which is one process for its whole life.
         sees_files: whether it sees the box's data folder.
-        writes_files: whether it may write to a file there beside the leader, on whose machine it
-            is: over a network two machines that write to one file may undo each other's writes.
     """
 
     name: str
     actor: Any
     sees_files: bool
-    writes_files: bool
 
 
 @dataclass(frozen=True)
@@ -61,10 +58,10 @@ class News:
         step: the last one: the phase, how many shards are done, and of how many.
         memory: what is in its memory, if that was measured since the last news.
         phases: those that have ended since then, of a job that is timed.
-        freed: devices that it has led and needs no more, since then.
+        alone: whether it needs the devices no more that it has led.
     """
 
     step: tuple[str, int, int] | None = None
     memory: DeviceMemory | None = None
     phases: Sequence[PhaseSpan] = ()
-    freed: Sequence[str] = ()
+    alone: bool = False

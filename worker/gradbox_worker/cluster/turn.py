@@ -19,7 +19,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from gradbox.errors import InvalidInputs, JobFailed, StorageFull
-from gradbox.protocol import CotangentsLoss, ForwardSpec, GradientSpec, Problem, StepSpec, names_in
+from gradbox.protocol import Problem, StepSpec, names_in
 from gradbox_service.jobs import Records, Turn
 from gradbox_service.store import BlobStore
 from gradbox_worker.cluster.head import ABANDON_S, ENDING_S, ClusterDevices, Slot
@@ -67,7 +67,6 @@ class NamedDevices:
         self._devices, self._records, self._blobs = devices, records, blobs
         self._orders, self._patience = orders, patience
         self._emptied: dict[str, Any] = {}
-        self._may_keep_graphs = False
 
     @property
     def models(self) -> Mapping[str, str]:
@@ -88,26 +87,19 @@ class NamedDevices:
 
     def run(self, work: Work, supervision: Supervision) -> Outcome:
         """Have the first device run a job, and lead the others; none has the states of runs."""
-        loss = work.spec.loss if isinstance(work.spec, GradientSpec) else None
-        self._may_keep_graphs = isinstance(work.spec, ForwardSpec) or isinstance(
-            loss, CotangentsLoss
-        )
         outcome: Outcome | None = None
         try:
             outcome = self._run(work, supervision)
         finally:
-            self._end(at_rest=isinstance(outcome, Finished))
+            self._devices.ending([self._leader])
+            self._give_back(work, stop=not isinstance(outcome, Finished))
         return outcome
 
     def close(self) -> None:
-        """Have the devices run other jobs; those that do not become empty are killed in time."""
-        self._devices.free(self._leader, may_keep_graphs=self._may_keep_graphs)
-        for slot in self._helping.values():
-            emptied = self._emptied.get(slot.name)  # None: the job has not begun
-            if emptied is None or _has_ended(emptied, within_s=0.0):
-                self._devices.free(slot, may_keep_graphs=self._may_keep_graphs)
-            else:
-                threading.Thread(target=self._abandon, args=(slot, emptied), daemon=True).start()
+        """Have the devices run other jobs."""
+        self._free_given_back()
+        for slot in (self._leader, *self._helping.values()):  # those that have not begun, too
+            self._devices.free(slot)
 
     def _run(self, work: Work, supervision: Supervision) -> Outcome:
         if isinstance(work.spec, StepSpec) or work.spec.state is not None:
@@ -115,15 +107,7 @@ class NamedDevices:
         leader = self._leader
         for name in names_in(work.spec):  # devices see the data folder, and not Redis
             self._blobs.on_disk(name)
-        helpers = [
-            Helper(
-                slot.name,
-                slot.actor,
-                slot.sees_files,
-                writes_files=slot.sees_files and leader.sees_files and slot.node == leader.node,
-            )
-            for slot in self._others
-        ]
+        helpers = [Helper(slot.name, slot.actor, slot.sees_files) for slot in self._others]
         inputs = None
         if not all(slot.sees_files for slot in (leader, *self._others)):
             inputs = ShippedInputs.of(work, self._blobs)
@@ -141,7 +125,7 @@ class NamedDevices:
         except RayError as error:
             log.critical("Ray does not answer any more: %s", error)
             os._exit(1)  # the next head counts the attempt
-        self._hear(news, supervision)
+        self._hear(news, work, supervision)
         if isinstance(outcome, Failed) and outcome.leaving:
             self._devices.lost(leader)
         return outcome
@@ -157,29 +141,29 @@ class NamedDevices:
         looked_s, stopping, step = time.monotonic(), False, None
         while not ray.wait([answer], timeout=POLL_S)[0]:
             news = _news_of(self._leader.actor)
-            step = (None if news is None else self._hear(news, supervision)) or step
+            step = (None if news is None else self._hear(news, work, supervision)) or step
             if time.monotonic() - looked_s >= LOOK_S:
                 looked_s = time.monotonic()
                 watch.look(step)
             self._orders.look = self._orders.look or watch.stop_reason is not None
             if supervision.stop_requested() and not stopping:
                 stopping = True
-                for slot in (self._leader, *self._others):
-                    slot.actor.control.remote("stop", work.job_id, work.attempt)
+                self._stop([self._leader, *self._others], work)
             if watch.is_overdue():
                 log.warning("job %s does not stop: killing its device", work.job_id)
                 ray.kill(self._leader.actor)
         found: tuple[Outcome, News] = ray.get(answer)
         return found
 
-    def _hear(self, news: News, supervision: Supervision) -> JobStep | None:
+    def _hear(self, news: News, work: Work, supervision: Supervision) -> JobStep | None:
         """Hand on what the first device says, with the shards that the others have done."""
         for span in news.phases:
             supervision.phase_ended(span.phase, began_s=span.began_s, ended_s=span.ended_s)
         if news.memory is not None:
             self._leader.memory = news.memory
-        for name in news.freed:
-            self._free_early(self._helping[name])
+        if news.alone:
+            self._give_back(work)
+            self._free_given_back()
         if news.step is None:
             return None
         phase, done, total = news.step
@@ -191,31 +175,35 @@ class NamedDevices:
         supervision.progress(*step)
         return step
 
-    def _free_early(self, slot: Slot) -> None:
-        """Have a device run other jobs that has ended its part of this one."""
-        if slot not in self._others:
-            return
-        self._others.remove(slot)
-        self._devices.ending([slot])
-        self._emptied[slot.name] = emptied = slot.actor.compute.remote("empty")
-        if _has_ended(emptied, within_s=ENDING_S):
-            self._devices.free(slot)
-
-    def _end(self, *, at_rest: bool) -> None:
-        """Have all devices made empty, before anybody hears that the job has ended.
+    def _give_back(self, work: Work, *, stop: bool = True) -> None:
+        """Have the others made empty, so that they are about to be free.
 
         Args:
-            at_rest: whether the others have nothing to be stopped.
+            stop: whether they may still compute for the job.
         """
-        self._devices.ending([self._leader, *self._others])
-        if self._others and not at_rest:  # up to `empty`, which may not overtake it
-            stopped = [slot.actor.control.remote("stop_all") for slot in self._others]
-            ray.wait(stopped, num_returns=len(stopped), timeout=ENDING_S)
-        for slot in self._others:
-            self._emptied[slot.name] = slot.actor.compute.remote("empty")
-        pending = [self._emptied[slot.name] for slot in self._others]
-        if pending:
-            ray.wait(pending, num_returns=len(pending), timeout=ENDING_S)
+        others, self._others = self._others, []
+        if not others:
+            return
+        self._devices.ending(others)
+        if stop:  # before `empty`, which may not overtake it
+            self._stop(others, work)
+        emptied = {slot.name: slot.actor.compute.remote("empty") for slot in others}
+        ray.wait(list(emptied.values()), num_returns=len(emptied), timeout=ENDING_S)
+        self._emptied |= emptied
+
+    def _stop(self, slots: Sequence[Slot], work: Work) -> None:
+        asked = [slot.actor.control.remote("stop", work.job_id, work.attempt) for slot in slots]
+        ray.wait(asked, num_returns=len(asked), timeout=ENDING_S)
+
+    def _free_given_back(self) -> None:
+        """Have the others run other jobs; those that do not become empty are killed in time."""
+        for name, emptied in self._emptied.items():
+            slot = self._helping.pop(name)
+            if _has_ended(emptied, within_s=0.0):
+                self._devices.free(slot)
+            else:
+                threading.Thread(target=self._abandon, args=(slot, emptied), daemon=True).start()
+        self._emptied = {}
 
     def _abandon(self, slot: Slot, emptied: Any) -> None:
         """Wait for a device that does not come to its next shard, and kill it in the end."""
@@ -223,7 +211,7 @@ class NamedDevices:
             log.warning("device %s cannot be made empty, so it is killed", slot.name)
             ray.kill(slot.actor)
             _has_ended(slot.ends, within_s=ABANDON_S)
-        self._devices.free(slot, may_keep_graphs=self._may_keep_graphs)
+        self._devices.free(slot)
 
 
 def _has_ended(call: Any, *, within_s: float) -> bool:
