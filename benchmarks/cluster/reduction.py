@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import ray
 import torch
 
 from benchmarks.measure import in_fresh_process, median_of_ratios
@@ -80,6 +79,8 @@ def main() -> int:
     found = Reduction([], [])
     with tempfile.TemporaryDirectory(prefix="gradbox-ray-") as folder:
         start_here(folder=Path(folder), num_cpus=2)
+        import ray  # not earlier: it reads what that has set
+
         left, right = (ray.remote(Holder).remote() for _ in range(2))
         _summed_s(left, right)  # the store's memory is touched the first time
         for _ in range(ROUNDS):
@@ -91,6 +92,8 @@ def main() -> int:
 
 
 def _summed_s(left: Any, right: Any) -> float:
+    import ray
+
     ray.get([left.fill.remote(), right.fill.remote()])
     begin = time.perf_counter()
     ray.get(left.add.remote(0, right.take_sums.remote(0)))

@@ -7,7 +7,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,6 @@ from gradbox.tensors.checksums import is_whole
 from gradbox.tensors.safetensors_header import read_header
 from gradbox_service.store import Room
 from gradbox_worker.files import placed_rows
-from gradbox_worker.files.placed_rows import PlacedRows
 from gradbox_worker.files.result_file import write_result
 from gradbox_worker.files.result_in_place import ResultOnDisk
 from tests.disks import largest_file, small_disk
@@ -85,18 +84,6 @@ def test_what_comes_behind_narrow_rows_is_aligned(tmp_path: Path) -> None:
     assert torch.equal(load_file(path)["samples/loss"], torch.arange(3).double())
 
 
-def test_rows_that_another_process_writes_stand_beside_those_of_this_one(tmp_path: Path) -> None:
-    rows, path = torch.randn(3, 1, 4), tmp_path / "r.safetensors"
-    with ResultOnDisk(path, room=Room(tmp_path)) as result:
-        result.lay_out({"w": (3, 1, 4)}, {"w": torch.float32}, squeezed=True)
-        with closing(PlacedRows(result.placement())) as file:
-            file.write("w", (slice(0, 2), slice(0, 1), slice(0, 4)), rows[:2])
-        result.write("w", (slice(2, 3), slice(0, 1), slice(0, 4)), rows[2:])
-        view = result.commit({}, metadata={}).view
-    assert torch.equal(load_file(path)["w"], rows[:, 0])
-    assert view.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 def test_a_header_that_outgrows_its_room_moves_what_follows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,9 +92,8 @@ def test_a_header_that_outgrows_its_room_moves_what_follows(
     later = {f"input_grads/{number}": torch.randn(3) for number in range(2000)}
     with ResultOnDisk(path, room=Room(tmp_path)) as result:
         result.lay_out({"first": (7, 1, 111)}, {"first": torch.float32}, squeezed=True)
-        result.share(tmp_path / "kept.rows")
-        (tmp_path / "kept.rows").touch()
         result.write("first", (slice(0, 7), slice(0, 1), slice(0, 111)), first[:, None])
+        assert result.keep(tmp_path / "kept.rows") == "kept.rows"
         result.commit(later, metadata={})
     assert not (tmp_path / "kept.rows").exists()  # a later attempt would find no rows in it
     found = load_file(path)

@@ -7,8 +7,7 @@ mathematics of that is `gradbox_engine.ranges`.
 
 The head, which has no torch:
 
-    ray_session      Ray started on this machine, or joined; `ray_environment` is what it reads when
-                     it is imported
+    ray_session      Ray started on this machine, or joined
     machines         which devices a machine has, and whether they are alike
     head             the devices: their processes, and which of them run a job
     taking, turn     the main loop; one job on the devices that it was given
@@ -16,16 +15,16 @@ The head, which has no torch:
 
 A device:
 
-    device_actor     a device as an actor of Ray
+    device_actor     a device as an actor of Ray; `messages`, what it says to the head
     device           which it calls: a warm device, and the ranges of jobs that others lead
-    helper_job       such a job, from one call to the next; `row_outlet`, its dense rows on their
-                     way out
-    messages         what it says to the head; `buffers`, tensors between devices
+    held_ranges      the ranges that it has, from one call to the next
+    rows             dense rows on their way to the leader, which writes them
+    buffers          tensors between devices
 
 Its part as a leader:
 
-    leading          the ranges of a job, and its devices as the engine sees them
-    leading_samples  the same of a per-sample job
+    leading          the ranges of a job, and what its receipt says of them
+    led_devices      its devices as the engine sees them
     helpers          the other devices: which range is where, and what a lost one is replaced by
 
 Read `taking`, then `turn`, then `leading`.

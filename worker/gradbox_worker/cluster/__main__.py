@@ -21,7 +21,8 @@ from gradbox.printable import log_to_stderr
 from gradbox_service.database.connection import connect
 from gradbox_service.fleet import Fleet
 from gradbox_service.store import BlobStore, ResultStore
-from gradbox_worker.cluster.ray_environment import reach, start_here
+from gradbox_worker.cluster import ray_session
+from gradbox_worker.cluster.machines import cpus_here
 from gradbox_worker.device.descendants import MARK, Guardian, end_descendants
 from gradbox_worker.device.settings import DeviceSettings
 from gradbox_worker.errors import WorkerError
@@ -64,20 +65,14 @@ def main(arguments: list[str]) -> int:
 
 def _run(options: argparse.Namespace, *, stopping: threading.Event) -> None:
     if options.address == LOCAL:
-        start_here(secrets.token_hex(32))
+        folder = ray_session.new_folder(options.data)
+        joined = ray_session.start_here(folder=folder, num_cpus=cpus_here())
     else:
-        reach(options.address)
-    # Only now: Ray reads its environment when it is imported.
-    from gradbox_worker.cluster import machines, ray_session
+        joined = ray_session.join(options.address)
+    # Only now: they import Ray.
     from gradbox_worker.cluster.head import ClusterDevices
     from gradbox_worker.cluster.taking import TurnTaker
 
-    if options.address == LOCAL:
-        folder = ray_session.new_folder(options.data)
-        joined = ray_session.start_here(folder=folder, num_cpus=machines.cpus_here())
-    else:
-        ray_session.check_address(options.address)
-        joined = ray_session.join(options.address)
     settings = DeviceSettings(
         models_file=options.models,
         data=options.data,

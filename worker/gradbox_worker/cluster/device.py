@@ -106,7 +106,9 @@ class ClusterDevice:
         """Open the device and build its models.
 
         Args:
-            settings, name, mark: see `DeviceActor`.
+            settings: without the models' entries.
+            mark: a file in the box's data folder, and what is in it; who reads that there sees the
+                data folder.
             shipped: on another machine than the head's, the models.
             files: references to the bytes of those of their files that this machine lacks.
             known: versions of the models that this device had before its process died; they are

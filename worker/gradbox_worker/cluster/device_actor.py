@@ -1,70 +1,44 @@
-"""A device as an actor: has a `ClusterDevice` do what it is asked, in a process of its own.
+"""A device as an actor: a `ClusterDevice` in a process of its own.
 
 The head, which makes the actors, knows this class and imports no torch; an actor's process imports
 the device when it builds its models. Ray does not start one again that has ended, so a handle is
 one process for its whole life.
 
 Calls that compute run one after the other. What is asked and said of them runs beside them, in a
-group of its own, and so do calls that hand rows over.
+group of its own, and so do calls of helpers that hand rows to their leader.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import ray
 
 from gradbox_worker.cluster.shipping import lacking
-from gradbox_worker.device.settings import DeviceSettings
 from gradbox_worker.models.shipping import ShippedModels
 
 CONTROL: Final = "control"
 ROWS: Final = "rows"
 WATCH: Final = "watch"
-GROUPS: Final = {CONTROL: 1, ROWS: 1, WATCH: 1}
+GROUPS: Final = {CONTROL: 1, ROWS: 4, WATCH: 1}  # threads
 
 
 class DeviceActor:
     """One device of a cluster; `head` makes an actor of it. See `ClusterDevice` for its methods."""
 
-    def __init__(self, settings: DeviceSettings, name: str, mark: tuple[Path, str]) -> None:
-        """Open nothing yet.
-
-        Args:
-            settings: of the device, without the models' entries.
-            name: of the device.
-            mark: a file in the box's data folder, and what stands in it; who reads that there sees
-                the data folder.
-        """
-        self._settings, self._name, self._mark = settings, name, mark
-        self.device: Any = None
+    device: Any
 
     def lacks(self, shipped: ShippedModels) -> list[Path]:
         """Return which of the models' files this machine does not have."""
         return lacking(shipped)
 
-    def build(
-        self,
-        shipped: ShippedModels | None,
-        files: Mapping[Path, Any],
-        known: Mapping[str, str],
-        unusable: Mapping[str, str],
-    ) -> Any:
+    def build(self, *arguments: Any, **given: Any) -> Any:
         """Open the device and build its models, see `ClusterDevice`; returns what it has."""
         from gradbox_worker.cluster.device import ClusterDevice
 
-        self.device = ClusterDevice(
-            self._settings,
-            self._name,
-            self._mark,
-            shipped=shipped,
-            files=files,
-            known=known,
-            unusable=unusable,
-        )
+        self.device = ClusterDevice(*arguments, **given)
         return self.device.describe()
 
     def compute(self, method: str, *arguments: Any) -> Any:
@@ -76,7 +50,7 @@ class DeviceActor:
         return getattr(self.device, method)(*arguments)
 
     def _rows(self, method: str, *arguments: Any) -> Any:
-        """Have it hand dense rows over, beside what it computes."""
+        """Have it take the dense rows of a helper, beside what it computes."""
         return getattr(self.device, method)(*arguments)
 
     def _ends(self) -> None:

@@ -270,7 +270,7 @@ class ClusterDevices:
         slot.actor = actor_class.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(slot.node, soft=False),
             **slot.resources,
-        ).remote(replace(self._settings, device=slot.device), slot.name, self._mark)
+        ).remote()
         slot.ends = slot.actor.ends.remote()
         if slot.here:
             self._build(slot, None, {})
@@ -280,8 +280,16 @@ class ClusterDevices:
     def _build(self, slot: Slot, models: Any, files: Mapping[Path, Any]) -> None:
         """Have a process build its models, but those that the one before it has described."""
         entry = None if slot.described is None else slot.described.entry
-        known = ({}, {}) if entry is None else (dict(entry.models), dict(entry.unusable))
-        slot.pending = ("build", slot.actor.build.remote(models, files, *known))
+        built = slot.actor.build.remote(
+            replace(self._settings, device=slot.device),
+            slot.name,
+            self._mark,
+            shipped=models,
+            files=files,
+            known=None if entry is None else entry.models,
+            unusable=None if entry is None else entry.unusable,
+        )
+        slot.pending = ("build", built)
 
     def _end(self, slot: Slot) -> None:
         if slot.actor is not None:

@@ -43,23 +43,24 @@ class ShippedInputs:
 
     Attributes:
         blobs: by digest, those that are stored.
-        earlier: of the result that the job goes on from, in a list.
+        earlier: of the result that the job goes on from, if it is still there.
         num_bytes: of all of them.
     """
 
     blobs: Mapping[str, Any]
-    earlier: list[Any]
+    earlier: Any | None
     num_bytes: int
 
     @classmethod
     def of(cls, work: Work, blobs: BlobStore) -> ShippedInputs:
         """Read a job's files into the object store."""
-        stored = {d for d in names_in(work.spec) if blobs.header(d) is not None}
-        paths = {digest: blobs.path(digest) for digest in sorted(stored)}
-        earlier = [p for p in [work.earlier_result] if p is not None and p.exists()]
-        sizes = [path.stat().st_size for path in (*paths.values(), *earlier)]
-        put = {digest: _put(path) for digest, path in paths.items()}
-        return cls(put, [_put(path) for path in earlier], sum(sizes))
+        names = sorted(name for name in names_in(work.spec) if blobs.header(name) is not None)
+        earlier, paths = work.earlier_result, [blobs.path(name) for name in names]
+        put = {name: _put(path) for name, path in zip(names, paths, strict=True)}
+        size_bytes = sum(path.stat().st_size for path in paths)
+        if earlier is None or not earlier.exists():
+            return cls(put, None, size_bytes)
+        return cls(put, _put(earlier), size_bytes + earlier.stat().st_size)
 
 
 class FetchedBlobs:
@@ -120,14 +121,13 @@ class OwnFolder:
 
     def here(self, work: Work, shipped: ShippedInputs) -> Work:
         """Return a job as it is run here, with the result that it goes on from."""
-        earlier = None
-        if work.earlier_result is not None and shipped.earlier:
-            earlier = self._place(work.earlier_result)
-            make_folder(earlier.parent)
-            earlier.write_bytes(ray.get(shipped.earlier[0]).data)
-        elif work.earlier_result is not None:
-            earlier = self._place(work.earlier_result)
-        return replace(work, result_path=self._place(work.result_path), earlier_result=earlier)
+        results = self.path / "results"
+        earlier = None if work.earlier_result is None else results / work.earlier_result.name
+        if earlier is not None and shipped.earlier is not None:
+            make_folder(results)
+            earlier.write_bytes(ray.get(shipped.earlier).data)
+        result_path = results / work.result_path.name
+        return replace(work, result_path=result_path, earlier_result=earlier)
 
     def blobs(self, shipped: ShippedInputs) -> FetchedBlobs:
         """Return the blobs of a job."""
@@ -138,9 +138,6 @@ class OwnFolder:
         for entry in self.path.iterdir():
             if entry.is_dir():
                 shutil.rmtree(entry, ignore_errors=True)
-
-    def _place(self, result: Path) -> Path:
-        return self.path / "results" / result.name
 
 
 def fetch_result(actor: Any, work: Work) -> None:

@@ -1,31 +1,18 @@
 """Rows written at their places in a result file that was laid out.
 
-The process that laid the file out may have others of its machine write pieces of it: no two of them
-are given the same place, so nothing is locked between them.
-
 Shapes: B samples, Y outputs, R rows of a parameter's dim 0.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from torch import Tensor
 
 from gradbox.tensors.tensor_bytes import bytes_in_order
-from gradbox_service.store.files import (
-    WRITE_OUT_BYTES,
-    begin_to_write_out,
-    flush_folder,
-    make_folder,
-)
-from gradbox_service.store.room import Room
-from gradbox_worker.files.result_file import RESULT
+from gradbox_service.store.files import WRITE_OUT_BYTES, begin_to_write_out
 
 MOVED_BYTES: Final = 16 * 2**20
 Piece = tuple[slice, slice, slice]
@@ -44,21 +31,6 @@ class Region:
     def offset(self, sample: int, output: int, row: int) -> int:
         """Return where row `row` of a sample's output begins."""
         return self.start + ((sample * self.outputs + output) * self.rows + row) * self.row_bytes
-
-
-@dataclass(frozen=True)
-class Placement:
-    """A file that was laid out, for another process of this machine.
-
-    Attributes:
-        inode: the file's, which has another name once it is a result, and whose name may be that
-            of a later attempt's file by then.
-    """
-
-    path: Path
-    inode: int
-    regions: Mapping[str, Region]
-    room: Room
 
 
 class InPlaceWriter:
@@ -114,49 +86,3 @@ class InPlaceWriter:
         for begin in reversed(range(start, stop, MOVED_BYTES)):
             data = os.pread(self.descriptor, min(MOVED_BYTES, stop - begin), begin)
             self.put(memoryview(data), begin + by)
-
-
-class PlacedRows:
-    """The file of a placement, open for writing. Close it."""
-
-    def __init__(self, placement: Placement) -> None:
-        """Open it.
-
-        Raises:
-            FileNotFoundError: the attempt that laid it out has ended.
-        """
-        self._placement = placement
-        self._writer = InPlaceWriter(os.open(placement.path, os.O_RDWR))
-        if os.fstat(self._writer.descriptor).st_ino != placement.inode:
-            self.close()
-            raise FileNotFoundError(f"{placement.path}: expected an earlier attempt's file")
-
-    def write(self, name: str, at: Piece, piece: Tensor) -> None:
-        """Write the piece (b, y, r, ...) at its place.
-
-        Raises:
-            StorageFull: the disk does not hold it.
-        """
-        with self._placement.room.noticing_a_full_disk(what=RESULT):
-            self._writer.piece(self._placement.regions[name], at, piece)
-
-    def keep(self, place: Path) -> None:
-        """Flush what was written, and give the file a second name, unless that is its own.
-
-        Raises:
-            FileNotFoundError: the attempt that laid the file out has ended.
-            OSError: it cannot have that name.
-        """
-        with self._placement.room.noticing_a_full_disk(what=RESULT):
-            os.fsync(self._writer.descriptor)
-        if not place.exists():
-            make_folder(place.parent)
-            with suppress(FileExistsError):  # by a device that writes other rows
-                os.link(self._placement.path, place)
-            flush_folder(place.parent)
-        if place.stat().st_ino != self._placement.inode:
-            raise FileNotFoundError(f"{place}: expected the file that the rows are in")
-
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self._writer.descriptor)

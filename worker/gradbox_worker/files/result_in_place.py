@@ -10,8 +10,6 @@ written and gives the file a second name, which stays when the attempt's own is 
 takes the file by that name. Who writes to a file holds its lock, which the kernel frees with the
 process, so a file is never taken from an attempt that only seemed dead.
 
-Other processes of this machine may write pieces too, see `placed_rows`.
-
 Shapes: B samples, Y outputs.
 """
 
@@ -21,7 +19,6 @@ import json
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,7 +31,7 @@ from gradbox.tensors.checksums import shape_for
 from gradbox.tensors.tensor_bytes import bytes_in_order
 from gradbox_service.store.files import flush_folder, lock, make_folder, put_in_place
 from gradbox_service.store.room import Room
-from gradbox_worker.files.placed_rows import InPlaceWriter, Piece, Placement, Region
+from gradbox_worker.files.placed_rows import InPlaceWriter, Piece, Region
 from gradbox_worker.files.result_file import (
     ALIGNMENT_BYTES,
     LENGTH_BYTES,
@@ -75,7 +72,6 @@ class ResultOnDisk:
         self._regions: dict[str, Region] = {}
         self._header_room = self._end = 0
         self._kept: Path | None = None
-        self._kept_by_others: Path | None = None
 
     def __enter__(self) -> ResultOnDisk:
         return self
@@ -158,10 +154,7 @@ class ResultOnDisk:
             os.fsync(self._descriptor)
         if self._kept is None:
             make_folder(place.parent)
-            with suppress(FileExistsError):  # another process that writes to it did
-                os.link(self._partial, place)
-            if place.stat().st_ino != os.fstat(self._descriptor).st_ino:
-                raise FileExistsError(f"{place}: expected no other file of that name")
+            os.link(self._partial, place)
             flush_folder(place.parent)
             self._kept = place
         return self._kept.name
@@ -192,16 +185,6 @@ class ResultOnDisk:
         descriptor = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         lock(descriptor)  # where files cannot be locked, none is gone on with either
         return descriptor
-
-    def share(self, kept_as: Path) -> None:
-        """Let other processes write to the file, which they may give this second name."""
-        self._kept_by_others = kept_as
-
-    def placement(self) -> Placement:
-        """Return where another process of this machine may write pieces of what was laid out."""
-        assert self._descriptor is not None
-        inode = os.fstat(self._descriptor).st_ino
-        return Placement(self._partial, inode, self._regions, self._disk)
 
     def write(self, name: str, at: Piece, piece: Tensor) -> None:
         """Write the piece (b, y, r, ...) at these samples, outputs and rows.
@@ -254,8 +237,8 @@ class ResultOnDisk:
         moved_by = needed - self._header_room
         if moved_by <= 0:
             return
-        for kept in filter(None, (self._kept, self._kept_by_others)):
-            kept.unlink(missing_ok=True)  # a later attempt would not find the rows in it
+        if self._kept is not None:
+            self._kept.unlink(missing_ok=True)  # a later attempt would not find the rows in it
         self._disk.check(moved_by, what=RESULT)
         with self._disk.noticing_a_full_disk(what=RESULT):
             self._writer.move(self._data_start, self._data_start + self._end, by=moved_by)
