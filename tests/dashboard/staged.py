@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import threading
 import time
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import uvicorn
@@ -25,12 +27,16 @@ from gradbox.protocol import (
     Problem,
     ProgressView,
     ResultView,
+    RunSpec,
+    StepView,
 )
 from gradbox_service.backing import Backing
 from gradbox_service.fleet import WorkerPresence
 from gradbox_service.http.app import create_app
 from gradbox_service.http.listening import bind
 from gradbox_service.jobs import JobRecord
+from gradbox_service.runs import RunRecord
+from gradbox_service.runs.records import steps_key
 from gradbox_service.settings import Settings
 from tests.service.boxes import a_spec
 from tests.valkey import empty_backing
@@ -109,6 +115,9 @@ def busy_day(backing: Backing) -> None:
         progress(backing, job_id, done=41 - 20 * number)
     for number in range(9):
         _wait(backing, number, f"wait{number}", now_s - 200 + 13 * number)
+    trained(backing, "towers", "ada", num_steps=240, ended_s=now_s - 40)
+    trained(backing, "", "ada", num_steps=3, ended_s=now_s - 90_000, groups=True)
+    trained(backing, "barlow", "grace", num_steps=12, ended_s=now_s - 4000)
     _announce(backing, running, now_s)
 
 
@@ -118,6 +127,46 @@ def many_waiting(backing: Backing, *, num_jobs: int) -> None:
     for number in range(num_jobs):
         _wait(backing, number, f"many{number:04}", time.time() - num_jobs + number)
     _announce(backing, [], time.time())
+
+
+def trained(
+    backing: Backing,
+    name: str,
+    owner: str,
+    *,
+    num_steps: int,
+    ended_s: float,
+    groups: bool = False,
+) -> str:
+    """Let a run have made steps, a second each; return its id."""
+    draw = random.Random(num_steps)
+    steps = [
+        StepView(
+            number=number,
+            job=f"step{number}",
+            loss=0.3 + 2.5 * math.exp(-number / 60) + draw.gauss(0, 0.05),
+            grad_norm=4 * math.exp(-number / 90) + draw.random(),
+            lr=[2e-5 * min(1, number / 30) * rate for rate in ((1, 0.1) if groups else (1,))],
+            seconds=0.9 + 0.2 * draw.random(),
+            finished_s=ended_s - num_steps + number,
+        )
+        for number in range(1, num_steps + 1)
+    ]
+    optimizer: dict[str, Any] = {"name": "adamw", "options": {"lr": 2e-5}}
+    if groups:
+        optimizer["groups"] = [{"wrt": ["encoder.layer.5.*"], "options": {"lr": 2e-6}}]
+    spec = {"model": "minilm", "optimizer": optimizer, "wrt": ["encoder.*"], "name": name}
+    last = steps[-1]
+    record = RunRecord(
+        id=f"{num_steps:032x}", owner=owner, spec=RunSpec.model_validate(spec), model="minilm",
+        model_version="3c9e1f7a04d82b6" * 4, created_s=ended_s - num_steps, num_steps=num_steps,
+        last_job=last.job, loss=last.loss, grad_norm=last.grad_norm, last_step_s=ended_s,
+        state_step=num_steps, state_bytes=63_000_000,
+    )  # fmt: skip
+    backing.runs.create(record, idempotency_key=None, digest="d")
+    lines = {str(step.number): f"d {step.model_dump_json()}" for step in steps}
+    backing.runs._redis.hset(steps_key(record.id), mapping=lines)
+    return record.id
 
 
 def progress(backing: Backing, job_id: str, *, done: int, total: int = 64) -> None:

@@ -18,12 +18,15 @@ from gradbox_service.fleet import WorkerPresence
 from tests.dashboard.conftest import DESK, PHONE, Open
 from tests.dashboard.staged import GIB, LEASE_S, Staged, ended, many_waiting, staged
 
+TOWERS = f"runs/{240:032x}"
 # What has to be there before a page counts as shown.
 VIEWS = {
     "": ".queue tbody tr",
     "jobs": ".jobs tbody tr",
     "jobs/late-0": "dialog .legend",
     "jobs/late-1": "dialog .problem",
+    "runs": ".runs-list tbody tr",
+    TOWERS: ".curves path",
     "use": ".people tbody tr",
     "models": ".models li",
 }
@@ -148,11 +151,11 @@ def test_everything_is_reached_by_keyboard(open_page: Open, busy: Staged) -> Non
         )
         reached.append(name)
         outlined.append(outline != "none")
-    assert reached[:9] == [
-        "Skip to content", "gradbox", "Overview", "Jobs", "Use", "Models", "API", "Log out",
+    assert reached[:10] == [
+        "Skip to content", "gradbox", "Overview", "Jobs", "Runs", "Use", "Models", "API", "Log out",
         "two towers, seed 3",
     ]  # fmt: skip
-    assert reached[9] == "Cancel"
+    assert reached[10] == "Cancel"
     assert all(outlined)
     page.get_by_role("link", name="Use").focus()
     page.keyboard.press("Enter")
@@ -245,6 +248,50 @@ def test_what_one_window_does_holds_in_the_others(open_page: Open, busy: Staged)
     third.get_by_label("Token").fill(busy.owner_token)
     third.get_by_label("Token").press("Enter")
     expect(second.locator("#you")).to_have_text("owner")
+
+
+def test_a_runs_curves_are_read_step_by_step(open_page: Open, busy: Staged) -> None:
+    page = open_page(busy.url).log_in(busy.token, "runs")
+    rows = page.locator(".runs-list tbody tr")
+    expect(rows).to_have_count(2)  # ada's
+    expect(rows.first).to_contain_text(re.compile(r"towers.*minilm.*adamw, lr 2e-5.*240"))
+    rows.first.get_by_role("link").focus()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="towers", level=1)).to_be_focused()
+    loss = page.get_by_role("region", name="Loss")
+    expect(loss.locator(".reading")).to_have_text(re.compile(r"^0\.\d+ at step 240$"))
+    norm = page.get_by_role("region", name="Gradient norm")
+    norm.get_by_role("img").focus()
+    for key, number in (("ArrowLeft", 239), ("ArrowLeft", 238), ("ArrowRight", 239), ("Home", 1)):
+        page.keyboard.press(key)
+        expect(norm.locator(".reading")).to_have_text(re.compile(f" at step {number}$"))
+    expect(loss.locator(".reading")).to_have_text(re.compile(" at step 240$"))
+    page.keyboard.press("End")
+    expect(norm.locator(".reading")).to_have_text(re.compile(" at step 240$"))
+    loss.get_by_role("img").hover(position={"x": 70, "y": 60})
+    expect(loss.locator(".reading")).to_have_text(re.compile(r" at step [1-3]$"))
+    linear = loss.locator("path").get_attribute("d")
+    page.get_by_role("button", name="Log", exact=True).click()
+    expect(loss.locator("path")).not_to_have_attribute("d", str(linear))
+    page.get_by_role("link", name="Runs").last.click()
+    page.get_by_role("link", name=f"{3:032x}"[:8]).click()
+    rates = page.get_by_role("region", name="Learning rate")
+    expect(rates.locator(".legend .name")).to_have_text(["encoder.layer.5.*", "the rest"])
+    expect(rates.locator("path")).to_have_count(2)
+
+
+def test_a_run_is_shown_to_its_owner_and_to_the_boxs(open_page: Open, busy: Staged) -> None:
+    of_grace = f"runs/{12:032x}"
+    ada = open_page(busy.url)
+    page = ada.log_in(busy.token, of_grace)
+    expect(page.get_by_role("alert")).to_contain_text("No such run")
+    expect(page.locator(".curves").first).to_be_hidden()
+    assert all("404" in text for text in ada.wrong)
+    ada.wrong.clear()
+    owner = open_page(busy.url).log_in(busy.owner_token, "runs")
+    expect(owner.get_by_label("Everybody's")).to_be_checked()
+    owner.get_by_role("link", name="barlow").click()
+    expect(owner.locator(".curves path").first).to_be_visible()
 
 
 def test_use_is_shown_by_span_and_by_person(open_page: Open, busy: Staged) -> None:

@@ -14,7 +14,7 @@ import torch
 from playwright.sync_api import expect
 from torch.nn import functional as F
 
-from gradbox import Builtin, Gradient
+from gradbox import Builtin, Gradient, Optimizer, TrainStep
 from gradbox.cli import main
 from tests.boxes import TestBox, new_token
 from tests.dashboard.conftest import PHONE, Open
@@ -140,6 +140,36 @@ def test_the_boxs_owner_pauses_it_and_everybody_sees_why(open_page: Open, box: T
     expect(user.locator("#held")).to_be_hidden()
     assert waits.wait().state == "done"
     expect(owner.get_by_role("button", name="Drain…")).to_be_visible()
+
+
+def test_a_runs_steps_show_up_as_they_are_made(open_page: Open, box: TestBox) -> None:
+    page = open_page(box.url).log_in(box.other_token, "runs")
+    expect(page.get_by_text("You have no runs yet")).to_be_visible()
+    with box.client(box.other_token) as client:
+        run = client.train("digits", optimizer=Optimizer("adam", lr=0.01), name="watched run")
+
+        def step() -> TrainStep:
+            shards = [torch.ones(4, 64, dtype=torch.float64)]
+            labels = {"labels": torch.zeros(4, dtype=torch.int64)}
+            return run.step(inputs=shards, loss=Builtin("cross_entropy"), loss_inputs=labels)
+
+        row = page.get_by_role("row").filter(has_text="watched run")
+        expect(row).to_contain_text("none yet")
+        step()
+        expect(row.locator(".steps")).to_have_text("1")
+        row.get_by_role("link", name="watched run").click()
+        reading = page.get_by_role("region", name="Loss").locator(".reading")
+        expect(reading).to_have_text(re.compile(" at step 1$"))
+        for _ in range(3):
+            last = step()
+        expect(reading).to_have_text(f"{last.loss:.4g} at step 4")
+        expect(page.locator(".run-facts")).to_contain_text("Steps4")
+        run.save("kept")
+        expect(page.locator(".run-facts")).to_contain_text("kept (step 4)")
+        owner = open_page(box.url).log_in(box.token, f"runs/{run.id}")
+        expect(owner.locator(".curves path").first).to_be_visible()
+        run.delete_save("kept")
+        run.delete()
 
 
 def test_a_model_shows_a_program_that_runs(

@@ -5,6 +5,7 @@ import { rough } from "/static/format.js";
 export const box = {
   ready: false,
   connected: false,
+  pictures: 0, // how many came
   you: null,
   version: "",
   clockAhead: 0, // seconds that the box's clock is ahead of ours
@@ -79,6 +80,7 @@ function show(view) {
   // Somebody else logged in in another window of this browser: nothing of the one before may stay.
   if (box.you && (box.you.name !== view.you.name || box.you.admin !== view.you.admin)) location.reload();
   const before = box.jobs;
+  box.pictures += 1;
   box.ready = box.connected = true;
   box.you = view.you;
   box.version = view.gradbox;

@@ -62,6 +62,14 @@ export function moment(seconds) {
   return new Date(seconds * 1000).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "medium" });
 }
 
+/** A number of any size, with four digits: 0.4183, 2e-5, 1.25e6. */
+export function figure(value) {
+  const size = Math.abs(value);
+  if (value === 0 || (size >= 1e-3 && size < 1e5)) return String(Number(value.toPrecision(4)));
+  const [digits, power] = value.toExponential(3).split("e");
+  return `${Number(digits)}e${Number(power)}`;
+}
+
 export function percent(share) {
   return `${Math.round(100 * share)}\u202f%`;
 }

@@ -1,99 +1,59 @@
 // Jobs of the caller, or of everybody for the box's owner: those that run or wait live, the others
 // as the service lists them.
 
-import { get } from "/static/api.js";
-import { box, now, onEnd } from "/static/box.js";
+import { box, now } from "/static/box.js";
 import { cancelButton } from "/static/cancel.js";
 import { announce, h, keyed, say, set } from "/static/dom.js";
 import { ago, bytes, duration, moment, ticking, words } from "/static/format.js";
-import { problemBlock } from "/static/problem.js";
+import { listing } from "/static/listing.js";
 
-const LIMIT = 100;
-const PAUSE_MS = 800;
-// A job that began and ended between two pictures of the box was in neither.
-const LIST_AGAIN_MS = 5000;
 const FILTERS = [["", "All"], ["running", "Running"], ["queued", "Waiting"], ["done", "Done"], ["failed", "Failed"], ["cancelled", "Cancelled"]];
 
 export function jobs() {
-  let listed = [];
+  const list = listing("jobs", update, "gradbox jobs list --limit N");
   let state = "";
-  let everybodys = false;
-  let asked = false; // by the checkbox
-  let loaded = false;
-  let more = false;
-  let timer = 0;
   const rows = h("tbody");
   const owner = h("th", { scope: "col", text: "Owner" });
   const table = h("table", { class: "jobs" },
     h("thead", {}, h("tr", {}, h("th", { scope: "col", text: "Job" }), owner,
       ...["Model", "State", "Submitted", "Took", "Result"].map((name) => h("th", { scope: "col", text: name })), h("th", { scope: "col" }, h("span", { class: "unseen", text: "Actions" })))),
     rows);
-  const trouble = h("div");
-  const behind = h("p", { class: "behind" }, `The newest ${LIMIT} are shown; `, h("code", { text: "gradbox jobs list --limit N" }), " has more.");
   const empty = h("div", { class: "empty" });
   const waits = h("div", { class: "skeletons", "aria-hidden": "true" }, h("i"), h("i"));
   const filters = h("div", { class: "choice", role: "group", "aria-label": "State" }, ...FILTERS.map(([value, text]) =>
     h("button", { type: "button", text, "aria-pressed": String(value === state), on: { click: (event) => filter(event.currentTarget, value) } })));
-  const check = h("input", { type: "checkbox", on: { change: () => { asked = true; everybodys = check.checked; load(); } } });
-  const all = h("label", { class: "check" }, check, "Everybody's");
   const element = h("div", { class: "view" },
-    h("div", { class: "head" }, h("h1", { tabindex: -1, text: "Jobs" }), filters, box.you?.admin && all),
-    trouble, waits, table, behind, empty);
-
-  async function load() {
-    clearTimeout(timer);
-    timer = 0;
-    const query = new URLSearchParams({ limit: LIMIT, ...(state && { state }), ...(everybodys && { all: true }) });
-    try {
-      const answer = await get(`/v1/jobs?${query}`);
-      // The box's owner may have no jobs, and wants to see the others'.
-      if (!answer.jobs.length && box.you.admin && !everybodys && !asked && !state) {
-        check.checked = everybodys = true;
-        return load();
-      }
-      listed = answer.jobs;
-      more = answer.next !== null;
-      trouble.replaceChildren();
-      loaded = true;
-    } catch (problem) {
-      trouble.replaceChildren(problemBlock(problem, { again: load }));
-    }
-    update();
-  }
+    h("div", { class: "head" }, h("h1", { tabindex: -1, text: "Jobs" }), filters, list.check),
+    list.trouble, waits, table, list.behind, empty);
 
   function filter(button, value) {
     state = value;
+    list.query = state ? { state } : {};
     for (const other of filters.children) other.setAttribute("aria-pressed", String(other === button));
-    load();
-  }
-
-  function soon() {
-    if (!timer) timer = setTimeout(load, PAUSE_MS);
+    list.load();
   }
 
   function update() {
-    const known = new Set(listed.map((job) => job.id));
+    const known = new Set(list.items.map((job) => job.id));
     const live = new Map();
-    const oldest_s = more ? listed.at(-1).created_s : -Infinity;
+    const oldest_s = list.more ? list.items.at(-1).created_s : -Infinity;
     for (const job of box.jobs.values()) {
-      if (!job.id || !(everybodys || job.owner === box.you.name)) continue;
+      if (!job.id || !(list.everybodys || job.owner === box.you.name)) continue;
       live.set(job.id, job);
-      if (loaded && !known.has(job.id) && job.created_s >= oldest_s && (!state || state === job.state)) soon();
+      if (list.loaded && !known.has(job.id) && job.created_s >= oldest_s && (!state || state === job.state)) list.soon();
     }
-    const shown = listed.map((job) => ({ ...job, ...live.get(job.id) })).filter((job) => !state || job.state === state);
+    const shown = list.items.map((job) => ({ ...job, ...live.get(job.id) })).filter((job) => !state || job.state === state);
     keyed(rows, shown, { key: (job) => job.id, make: row, update: updateRow });
-    for (const cell of [owner, ...rows.querySelectorAll(".owner")]) cell.hidden = !everybodys;
-    waits.hidden = loaded || trouble.childElementCount > 0;
+    for (const cell of [owner, ...rows.querySelectorAll(".owner")]) cell.hidden = !list.everybodys;
+    waits.hidden = list.loaded || list.trouble.childElementCount > 0;
     table.hidden = shown.length === 0;
-    behind.hidden = !more || table.hidden;
-    empty.hidden = !loaded || shown.length > 0;
+    list.behind.hidden = !list.more || table.hidden;
+    empty.hidden = !list.loaded || shown.length > 0;
     if (!empty.hidden) empty.replaceChildren(...nothing(state));
   }
 
-  const stop = onEnd((job) => job.id && soon());
-  const clock = setInterval(() => document.hidden || soon(), LIST_AGAIN_MS);
-  load();
-  return { element, update, title: "Jobs", leave: () => { stop(); clearInterval(clock); clearTimeout(timer); } };
+  list.load();
+  return { element, update, title: "Jobs", leave: list.leave };
 }
 
 function nothing(state) {

@@ -9,9 +9,13 @@ import { models } from "/static/models.js";
 import { held } from "/static/operation.js";
 import { overview } from "/static/overview.js";
 import { problemBlock } from "/static/problem.js";
+import { run } from "/static/run.js";
+import { runs } from "/static/runs.js";
 import { use } from "/static/use.js";
 
-const VIEWS = { "": overview, jobs, use, models };
+const VIEWS = { "": overview, jobs, runs, use, models };
+// What is behind a name of the view: a view of its own; of others, a job's dialog.
+const ONE_OF = { runs: run };
 const main = document.getElementById("main");
 const bar = document.getElementById("bar");
 const dialog = document.getElementById("job");
@@ -75,22 +79,24 @@ function askForToken(why) {
 
 function route() {
   const [, name = "", id] = location.hash.split("/");
-  const wanted = Object.hasOwn(VIEWS, name) ? name : "";
+  const named = Object.hasOwn(VIEWS, name) ? name : "";
+  const one = id && ONE_OF[named];
+  const wanted = one ? `${named}/${id}` : named;
   if (view === null || shown !== wanted) {
     const moved = view !== null;
     leave();
     shown = wanted;
-    view = VIEWS[wanted]();
+    view = one ? one(id) : VIEWS[named]();
     main.replaceChildren(view.element);
     document.title = `${view.title} · gradbox`;
-    for (const link of document.querySelectorAll("#views a")) set(link, "aria-current", link.hash === `#/${wanted}` ? "page" : null);
+    for (const link of document.querySelectorAll("#views a")) set(link, "aria-current", link.hash === `#/${named}` ? "page" : null);
     if (moved) view.element.querySelector("h1").focus({ preventScroll: true });
     if (moved) scrollTo(0, 0);
     draw();
   }
   if (leaveJob) leaveJob();
   leaveJob = null;
-  if (id) leaveJob = showJob(id);
+  if (id && !one) leaveJob = showJob(id);
   else if (dialog.open) dialog.close();
 }
 
