@@ -19,8 +19,10 @@ from gradbox_service.backing import Backing
 from gradbox_service.fleet import WorkerPresence
 from gradbox_service.jobs import JobRecord
 from gradbox_service.settings import Settings
+from gradbox_service.watching import scrape
 from tests.service.boxes import begin, run_job, submit
 from tests.service.conftest import Box, client_with, serve
+from tests.service.test_runs import a_run, step
 
 GRAFANA = Path(__file__).parents[2] / "deploy" / "grafana.json"
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -40,7 +42,7 @@ def samples(client: httpx.Client) -> Samples:
     }
 
 
-def until(client: httpx.Client, name: str, value: float, **labels: str) -> Samples:
+def until(client: httpx.Client, name: str, value: float, /, **labels: str) -> Samples:
     """Scrape until a sample has a value; the dispatcher reads changes a moment later."""
     give_up = time.monotonic() + 60.0
     while True:
@@ -99,6 +101,7 @@ def test_jobs_are_counted_by_how_they_ended(box: Box, owner: httpx.Client) -> No
 def test_every_metric_of_the_grafana_dashboard_is_there(box: Box, owner: httpx.Client) -> None:
     end_one_of_each(box, owner)
     begin(box.backing.records, submit(box.client, seed=9), lease_s=600.0)
+    step(box, a_run(box.client), 1)
     until(owner, "gradbox_jobs_total", 1, computation="gradient", state="failed")
     found = until(owner, "gradbox_running_jobs", 1, user="ann")
     panels = json.loads(GRAFANA.read_text())["panels"]
@@ -110,6 +113,28 @@ def test_every_metric_of_the_grafana_dashboard_is_there(box: Box, owner: httpx.C
     }
     assert len(asked) > 15
     assert asked - {name for name, _ in found} == set()
+
+
+def test_runs_that_made_a_step_lately_say_how_far_they_are(
+    box: Box, owner: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_run(box.client, name="idle")
+    runs = [a_run(box.client, name=name) for name in ("first", "second")]
+    for run in runs:
+        step(box, run, 1)
+    step(box, runs[0], 2)
+    of = {"user": "ann", "run": runs[0]["id"], "name": "first"}
+    found = until(owner, "gradbox_run_steps_total", 2, **of)
+    labels = tuple(sorted(of.items()))
+    assert found["gradbox_run_loss", labels] == 0.5
+    assert found["gradbox_run_grad_norm", labels] == 2.0
+    assert found["gradbox_run_step_seconds", labels] >= 0
+    assert len([1 for name, _ in found if name == "gradbox_run_steps_total"]) == 2
+    monkeypatch.setattr(scrape, "MAX_RUNS", 1)
+    (only,) = [dict(of) for name, of in samples(owner) if name == "gradbox_run_loss"]
+    assert only["name"] == "first"
+    monkeypatch.setattr(scrape, "RUNS_SHOWN_S", -1.0)
+    assert not [name for name, _ in samples(owner) if name.startswith("gradbox_run_")]
 
 
 def test_room_and_whether_jobs_are_taken_are_told(box: Box, owner: httpx.Client) -> None:

@@ -190,6 +190,14 @@ class Runs:
         """Return a step that was made, and the digest of its content."""
         return next(iter(self._steps(run_id, [number])), None)
 
+    def last_steps(self, runs: Sequence[RunRecord]) -> Sequence[StepView | None]:
+        """Return the last step of each run; None where it has made none."""
+        with self._redis.pipeline(transaction=False) as pipe:
+            for run in runs:
+                pipe.hget(steps_key(run.id), str(run.num_steps))
+            lines = pipe.execute()
+        return [None if line is None else _read_step(line)[0] for line in lines]
+
     def kept(self, run: RunRecord) -> Sequence[StepView]:
         """Return the steps that may have to be made again, in their order."""
         return [view for view, _ in self._steps(run.id, _kept_numbers(run))]

@@ -3,6 +3,6 @@
 To read in this order:
 
     metrics       the counters and histograms of one service process
-    scrape        what is looked up when Prometheus asks: queue, devices, storage
+    scrape        what is looked up when Prometheus asks: queue, runs, devices, storage
     requests      gives every request an id, counts it and logs it
 """

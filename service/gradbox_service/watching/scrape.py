@@ -1,12 +1,13 @@
-"""What is looked up when Prometheus asks: the queue, the devices, what is stored."""
+"""What is looked up when Prometheus asks: the queue, runs, the devices, what is stored."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Final
 
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gradbox.protocol import OperationMode
@@ -15,12 +16,17 @@ from gradbox_service.backing import Backing
 from gradbox_service.jobs import JobRecord
 from gradbox_service.queue.dispatch import Dispatcher
 
+# Of runs that made a step within this time, and at most of so many, the latest.
+RUNS_SHOWN_S: Final = 3600.0
+MAX_RUNS: Final = 100
+
 
 @dataclass(frozen=True)
 class BoxCollector(Collector):
     """Gives gauges of the box as it is now.
 
-    The queue is known to the process whose dispatcher leads; others give none of its gauges.
+    The queue is known to the process whose dispatcher leads; others give none of its gauges, and
+    none of runs.
     """
 
     box: Backing
@@ -31,11 +37,12 @@ class BoxCollector(Collector):
         """Return nothing, so that to register this looks nothing up."""
         return ()
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         leads = self.dispatcher.leads
         yield _gauge("gradbox_dispatcher_leads", "Whether this process feeds the workers", leads)
         if leads:
             yield from self._queue()
+            yield from self._runs()
         yield from self._devices()
         yield from self._storage()
 
@@ -58,6 +65,31 @@ class BoxCollector(Collector):
             "Device seconds used, recent ones weighing more: what turns go by",
             dict(self.dispatcher.jobs.shares.used_s(now_s=now_s)),
         )
+
+    def _runs(self) -> Iterator[Metric]:
+        """Give what the runs do that made a step lately, and no more of them than `MAX_RUNS`."""
+        since_s = self.clock() - RUNS_SHOWN_S
+        active = [run for run in self.box.runs.all() if (run.last_step_s or 0.0) >= since_s]
+        active = sorted(active, key=lambda run: run.last_step_s or 0.0)[-MAX_RUNS:]
+        labels = ["run", "name", "user"]
+        steps = CounterMetricFamily("gradbox_run_steps", "Steps that a run has made", labels=labels)
+        loss, norm, seconds = (
+            GaugeMetricFamily(f"gradbox_run_{name}", f"Of a run's last step: {what}", labels=labels)
+            for name, what in (
+                ("loss", "the loss"),
+                ("grad_norm", "the norm of its gradient"),
+                ("step_seconds", "how long its job took on the device"),
+            )
+        )
+        for run, last in zip(active, self.box.runs.last_steps(active), strict=True):
+            of_run = [run.id, run.spec.name, run.owner]
+            steps.add_metric(of_run, run.num_steps)
+            if run.loss is not None:
+                loss.add_metric(of_run, run.loss)
+            if last is not None:
+                norm.add_metric(of_run, last.grad_norm)
+                seconds.add_metric(of_run, last.seconds)
+        yield from (steps, loss, norm, seconds)
 
     def _devices(self) -> Iterator[GaugeMetricFamily]:
         workers = self.box.fleet.workers()
@@ -92,6 +124,8 @@ class BoxCollector(Collector):
     def _storage(self) -> Iterator[GaugeMetricFamily]:
         results = self.box.records.result_bytes()
         yield _by_user("gradbox_stored_result_bytes", "Results on the disk", dict(results))
+        states = self.box.runs.totals()
+        yield _by_user("gradbox_stored_run_bytes", "States of runs on the disk", dict(states))
         memory, room = self.box.records.memory(), self.box.blobs.room
         yield _gauge("gradbox_redis_memory_bytes", "Memory that Redis takes", memory.used_bytes)
         if memory.bound_bytes is not None:
