@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from gradbox.protocol.views import View
 
 
@@ -48,7 +50,8 @@ class Receipt(View):
     which no later job begins.
     `replay_difference` is the largest |z' − z| over a shard, relative to that shard's
     largest |z|. Of per-sample jobs, `samples` and `outputs` count B and Y, `roads` are the rules
-    that each parameter took, and `loops` why some took one backward pass a sample; `against` is the
+    that each parameter took, and `loops` why some took one backward pass a sample; `rows_compared`
+    says how many rows of a shard were compared with autograd's; `against` is the
     job, or `against_group` the group, whose rows theirs were multiplied with, and
     `projection_error` bounds the standard deviation of ⟨Sx, Sy⟩ / (‖x‖‖y‖) over the seeds of a
     projection S. `fallbacks` counts, by the operation that was in the way, the shards of a mixed
@@ -104,6 +107,7 @@ class Receipt(View):
     weights_widened: int | None = None
     roads: dict[str, list[str]] | None = None
     loops: dict[str, str] | None = None
+    rows_compared: Literal["none", "one", "all"] | None = None
     ranges: list[RangeView] | None = None
     bytes_moved: dict[str, int] | None = None
     not_split: str | None = None

@@ -1,4 +1,4 @@
-"""Under a plan that an earlier job confirmed: one sample's row a job, and what takes all rows."""
+"""Under a plan that an earlier job confirmed: one row in some jobs, and what takes all rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradbox_engine.per_sample import CoupledSamples, per_sample_gradient, shard_run
+from gradbox_engine.per_sample import CoupledSamples, jacobian, per_sample_gradient, shard_run
 from gradbox_factors import Outer
 from tests.engine.per_sample import naive
 from tests.engine.per_sample.zoo import Written
@@ -62,6 +62,81 @@ def test_a_new_plan_is_compared_in_whole_and_a_kept_one_by_one_row(whole: list[i
     for _ in range(3):
         per_sample_gradient(model, [{"0": _x()}] * 2, _squares)
     assert whole == [B, 1, 1]
+
+
+def test_a_row_is_compared_once_in_a_job_of_shards_of_two_shapes(whole: list[int]) -> None:
+    model, shards = _two_layers(), [{"0": _x()}, {"0": _x(B - 1)}] * 2
+    found = [per_sample_gradient(model, shards, _squares) for _ in range(2)]
+    assert whole == [B, B - 1, 1]
+    assert [result.rows_compared for result in found] == ["all", "one"]
+
+
+@pytest.mark.parametrize(
+    ("number", "shards", "compared"), [(0.4, 4, 0), (0.3, 4, 1), (0.999, 10, 0), (0.999, 11, 1)]
+)
+def test_a_small_job_compares_a_row_where_its_number_is_below_a_64th_of_its_samples(
+    number: float, shards: int, compared: int, whole: list[int]
+) -> None:
+    model = _two_layers()
+    inputs = [{"0": _x()}] * shards
+    first = per_sample_gradient(model, inputs, _squares, check_number=number)
+    assert (first.rows_compared, whole) == ("all", [B])
+    second = per_sample_gradient(model, inputs, _squares, check_number=number)
+    assert whole == [B, *[1] * compared]
+    assert second.rows_compared == ("one" if compared else "none")
+    assert all(torch.equal(first.arrays[name], rows) for name, rows in second.arrays.items())
+
+
+def test_a_vjp_calls_a_sample_alone_only_where_a_row_is_due() -> None:
+    calls = []
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        calls.append(len(x))
+        z: Tensor = m.b(m.a(x).tanh())
+        return z
+
+    model = _two_layers(forward)
+    vectors = torch.ones(B, 3, dtype=torch.float64)
+    for number, expected in [(0.0, [3, 4, 4, B, 1]), (0.5, [B]), (0.0, [B, 1])]:
+        calls.clear()
+        jacobian(model, [{"0": _x()}], reduce="vjp", vectors=vectors, check_number=number)
+        assert calls == expected
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+def _all_or_not(x: Tensor) -> Tensor:
+    return x.tanh() if (x < 1e9).all() else x.relu()
+
+
+@pytest.mark.parametrize(
+    ("function", "compared"),
+    [
+        (lambda h: h / h.detach().abs().max().clamp_min(1e9), "one"),
+        (lambda h: h * max(1.0, float(h.detach().abs().max() * 1e-9)), "one"),
+        (lambda h: h[:, : int((h[0] < 1e9).sum())], "one"),
+        (lambda h: _Copy.apply(h), "one"),
+        (lambda h: h / h.detach().abs().amax(1, keepdim=True), "none"),
+        (lambda h: h.new_ones(1) * h, "none"),
+        (_all_or_not, "none"),
+    ],
+    ids=["tensor", "number", "length", "custom", "of each", "new", "branch"],
+)
+def test_a_number_that_samples_share_has_a_row_compared_in_every_job(
+    function: Any, compared: str
+) -> None:
+    model = _two_layers(lambda m, x: m.b(function(m.a(x))))
+    for _ in range(2):
+        result = per_sample_gradient(model, [{"0": _x()}], _squares, check_number=0.999)
+    assert result.rows_compared == compared
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5])
@@ -133,8 +208,27 @@ def test_a_loss_that_couples_two_samples_is_refused_under_a_kept_plan(seed: int)
     model, share = _two_layers(), torch.zeros(B, 1).double()
     per_sample_gradient(model, [{"0": _x()}], loss, loss_inputs={"share": share}, seed=seed)
     share[1] = 1
+    for number in (0.0, 0.999):
+        with pytest.raises(CoupledSamples, match="loss"):
+            per_sample_gradient(
+                model,
+                [{"0": _x()}],
+                loss,
+                loss_inputs={"share": share},
+                seed=seed,
+                check_number=number,
+            )
+
+
+def test_a_loss_whose_numbers_hide_that_it_couples_samples_is_refused_in_every_job() -> None:
+    def loss(z: Tensor) -> Tensor:
+        means = z.mean(0)
+        return (z + means - means.detach()).square().sum(1)
+
+    model = _two_layers()
+    per_sample_gradient(model, [{"0": _x()}], _squares)
     with pytest.raises(CoupledSamples, match="loss"):
-        per_sample_gradient(model, [{"0": _x()}], loss, loss_inputs={"share": share}, seed=seed)
+        per_sample_gradient(model, [{"0": _x()}], loss, check_number=0.999)
 
 
 def test_a_coupling_without_a_derivative_is_seen_in_the_drawn_sample() -> None:

@@ -67,6 +67,8 @@ class Setting(TypedDict, total=False):
     # is derived from; by default 0 and the shard's
     observer: Observer | None  # called before each piece; may raise to stop the job
     checkpoints: Checkpoints | None  # where a long job's state is written, and read to go on
+    check_number: float  # from 0, the default, to 1: under plans that earlier jobs confirmed a row
+    # is compared if this is less than a 64th of the samples, see `shard_run`
     budget_bytes: int  # memory for pieces of a dense result on their way to `sink`
     sink: Sink | None  # takes a dense result in pieces; without it arrays are returned
 
@@ -167,6 +169,7 @@ def _run(
     streams: Sequence[tuple[int, int]] | None = None,
     observer: Observer | None = None,
     checkpoints: Checkpoints | None = None,
+    check_number: float = 0.0,
     budget_bytes: int = BUDGET_BYTES,
     sink: Sink | None = None,
     **setting: Any,
@@ -178,7 +181,7 @@ def _run(
     if others is not None:
         groups.append(Group(AGAINST, others.inputs, method, streams=others.streams))
     with callable_model(model, groups, **setting) as ready:
-        planned = PlannedModel(ready)
+        planned = PlannedModel(ready, check_number)
         job = partial(PerSampleJob, planned, loss=loss, budget_bytes=budget_bytes)
         own = [Position(0, shard) for shard in range(len(inputs))]
         of_own = partial(job, own, loss_inputs=loss_inputs, sink=sink)

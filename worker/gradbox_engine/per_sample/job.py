@@ -36,7 +36,12 @@ from gradbox_engine.per_sample.reductions import (
     narrowed,
     tangents_of,
 )
-from gradbox_engine.per_sample.request import Request, SampleResult
+from gradbox_engine.per_sample.request import (
+    Request,
+    RowsCompared,
+    SampleResult,
+    most_compared,
+)
 from gradbox_engine.per_sample.sample_loss import SampleLoss, rows_of
 from gradbox_engine.per_sample.shard_run import ShardRun
 from gradbox_engine.requests import Observer, Silent
@@ -56,12 +61,14 @@ class ResultFacts:
     shards: int = 0
     samples: int = 0
     outputs: int = 1
+    compared: RowsCompared = "none"
 
     def add(self, run: ShardRun, values: Tensor) -> None:
         """Add a shard that is done."""
         for name, taken in run.plan.routes.items():
             self.routes.setdefault(name, set()).update(taken)
         self.loops.update(run.plan.loops)
+        self.compared = most_compared((self.compared, run.compared))
         self.values.append(values)
         self.shards += 1
         self.samples += run.graph.samples
@@ -76,6 +83,7 @@ class ResultFacts:
             "shards": self.shards,
             "samples": self.samples,
             "outputs": self.outputs,
+            "compared": self.compared,
         }
         return Checkpoint({"values": torch.cat(self.values)}, facts)
 
@@ -87,7 +95,7 @@ class ResultFacts:
         self.routes = {name: set(taken) for name, taken in facts["routes"].items()}
         self.loops = dict(facts["loops"])
         self.shards, self.samples = facts["shards"], facts["samples"]
-        self.outputs = facts["outputs"]
+        self.outputs, self.compared = facts["outputs"], facts["compared"]
 
     def result(self, names: Sequence[str], start: float, **found: Any) -> SampleResult:
         """Return the result of a job that began at `start`."""
@@ -103,6 +111,7 @@ class ResultFacts:
             names=tuple(names),
             samples=self.samples,
             outputs=self.outputs,
+            rows_compared=self.compared,
             seconds=time.perf_counter() - start,
         )
 
@@ -200,10 +209,18 @@ class PerSampleJob:
 
     def _runs(self, *, first: int) -> Iterator[ShardRun]:
         positions = self._positions
+        row_is_due = self._planned.row_is_due(self._request.samples or self.num_samples)
         for index in range(first, len(positions)):
             self._tell(sum(self._counts[:index]))
             head, loss = self._head_of(index), self._head is not rows_of
-            run = ShardRun(self._planned, positions[index], head, loss=loss)
+            run = ShardRun(
+                self._planned,
+                positions[index],
+                head,
+                loss=loss,
+                first=index == first,
+                row_is_due=row_is_due and index == first,
+            )
             self._model.feed.prefetch(positions[index + 1] if index + 1 < len(positions) else None)
             yield run
 

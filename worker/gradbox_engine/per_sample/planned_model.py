@@ -21,6 +21,7 @@ Plans = Mapping[Shapes, Plan]
 """Plans of one job for shards of these shapes."""
 
 MOST_PLANS = 64  # of a model; a readout that a job brings makes a plan of its own
+ALWAYS_COMPARED = 64  # samples from which on every job compares a row
 
 _plans: weakref.WeakKeyDictionary[nn.Module, dict[Any, Plan]] = weakref.WeakKeyDictionary()
 
@@ -45,10 +46,15 @@ class PlanInUse:
 
 
 class PlannedModel:
-    """A model and the plans of one job, by the shapes of its shards."""
+    """A model and the plans of one job, by the shapes of its shards.
 
-    def __init__(self, model: CallableModel) -> None:
+    Args:
+        check_number: from 0 to 1, see `row_is_due`.
+    """
+
+    def __init__(self, model: CallableModel, check_number: float = 0.0) -> None:
         self.model = model
+        self._check_number, self._row_was_due = check_number, False
         self._in_use: dict[Any, PlanInUse] = {}
 
     def count(self, position: Position) -> int:
@@ -59,6 +65,16 @@ class PlannedModel:
                 f"{self.model.where(position)}: expected a tensor that holds samples, got none"
             )
         return samples
+
+    def row_is_due(self, num_samples: int) -> bool:
+        """Return whether a row is to be compared on the next shard, by the number of samples.
+
+        That is so once in a job, and in as many of a hundred jobs as the comparison's cost asks
+        for: with probability num_samples / 64 where the job's number is a random one.
+        """
+        due = not self._row_was_due and self._check_number < num_samples / ALWAYS_COMPARED
+        self._row_was_due |= due
+        return due
 
     def plan(self, position: Position) -> PlanInUse:
         """Return the plan for a shard's shapes, made if no job has."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Literal, get_args
@@ -16,6 +16,9 @@ GradientReduction = Literal["none", "norm", "gram", "clipped_sum", "projection"]
 JacobianReduction = Literal["none", "norm", "gram", "gram_trace", "vjp", "jvp", "projection"]
 Form = Literal["dense", "factored", "smaller", "auto"]
 """`smaller` is factors, but rows of the layers where these are smaller; `auto` is that or dense."""
+
+RowsCompared = Literal["none", "one", "all"]
+"""How many rows of a shard were compared with autograd's, those of the shard with most."""
 
 ARGUMENTS = {
     "clip": (("clipped_sum",), "a positive number"),
@@ -127,4 +130,10 @@ class SampleResult:
     names: tuple[str, ...] = ()  # the parameters, in `named_parameters` order
     samples: int = 0
     outputs: int = 1
+    rows_compared: RowsCompared = "none"  # on one shard
     seconds: float = 0.0
+
+
+def most_compared(found: Iterable[RowsCompared]) -> RowsCompared:
+    """Return the most that was compared on a shard."""
+    return max(found, key=get_args(RowsCompared).index)

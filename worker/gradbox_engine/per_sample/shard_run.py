@@ -2,29 +2,38 @@
 
 What is compared (`planning.verify`) is decided once, when the shard's graph is there:
 
-    nothing           under a plan that this job has compared before
-    one row alone     the first shard of each shape in a job: z of a sample drawn by the job's seed
-                      is that of a call on it alone, and its row autograd's in that call's graph
+    nothing           under a plan that was confirmed, but for what the next lines say
+    one row alone     once in a job, on its first shard, where a row is due: z of a sample drawn by
+                      the job's seed is that of a call on it alone, and its row autograd's in that
+                      call's graph
     one row in graph  the same where the forward pass draws random numbers or rounds to 16 bits, or
                       the model takes no sample alone: the row is autograd's in the shard's graph
     all rows          until a shard with these calls has confirmed every parameter, by a gradient
                       that is not zero; and on every shard where data decide which samples go where.
                       Where samples can be called alone, z of the drawn one is compared as well
 
-That the loss keeps samples apart is seen by numbers on every shard, and by its derivative wherever
-rows are compared.
+A row is due in every job of 64 samples or more, and in one of fewer with probability
+num_samples / 64: the comparison costs up to a third of a step of 8 samples. Which jobs these are is
+decided by a number that the caller gives, see `PlannedModel.row_is_due`. It is due in every job, on
+the first shard of each shape, where data may decide a number that samples share (a scale by
+`max()`, a length by `.item()`), see `recording.shared_numbers`.
+
+That the loss keeps samples apart is seen by numbers on every shard, and by its derivative on a
+job's first shard and wherever rows are compared.
 
 Where rows or z differ, the plan is made anew on the shard at hand, which replaces a sample and may
 name the module that couples it with others. Else another z is refused, and after other rows
 all are compared: parameters whose rows then still differ take one backward pass a sample.
 
-Cost beyond the rows, in every job: a forward and a backward pass of one sample, or a backward pass
-of the shard; on every shard one evaluation of the loss. For a new plan: a forward pass of one
-sample, one backward pass of the shard and the rows' weighted sum.
+Cost beyond the rows, where a row is due: a forward and a backward pass of one sample, or a backward
+pass of the shard; in every job two backward passes of the loss, on every shard one evaluation of
+it. For a new plan: a forward pass of one sample, one backward pass of the shard and the rows'
+weighted sum.
 
 Limits: what passes between samples is seen by its derivative, and by z of the drawn sample. A
 dependence without (through `detach`, a rank, an argmax) is seen where a plan is made, if replacing
-one sample shows it; else in the drawn sample alone, unless this is the one on which others depend.
+one sample shows it; else in the drawn sample alone, where one is, unless this is the one on which
+others depend.
 """
 
 from __future__ import annotations
@@ -55,6 +64,7 @@ from gradbox_engine.per_sample.planning.verify import (
     output_change,
     reference,
 )
+from gradbox_engine.per_sample.request import RowsCompared, most_compared
 from gradbox_factors import Block
 
 
@@ -73,19 +83,33 @@ class ShardRun:
     Args:
         head: maps z (B, ...) to what is differentiated, (B, Y).
         loss: whether `head` is a loss, which may mix samples.
+        first: whether this is the first shard of the job that runs here.
+        row_is_due: whether a row is compared, see `PlannedModel.row_is_due`.
 
     Raises:
         CoupledSamples: one sample's output or loss depends on another sample.
         NoBatchAxis: the samples cannot be found.
     """
 
-    def __init__(self, model: PlannedModel, position: Position, head: Head, *, loss: bool) -> None:
+    def __init__(
+        self,
+        model: PlannedModel,
+        position: Position,
+        head: Head,
+        *,
+        loss: bool,
+        first: bool = True,
+        row_is_due: bool = True,
+    ) -> None:
         self._model, self._position, self._head, self._loss = model, position, head, loss
         self._parameters, self._seed = model.model.parameters, model.model.options.seed
         self._coupling_refused = "coupling" not in model.model.unchecked
         self._confirmed: set[str] = set()  # by the outputs so far
+        self.compared: RowsCompared = "none"
         self._used = self._model.plan(position)
-        self._first, self._used.first = self._used.first, False
+        self._first = first
+        self._row_is_due = row_is_due or (self._used.first and self._used.plan.shares_numbers)
+        self._used.first = False
         self.graph = self._graph()
         if self.graph.deviated:
             self._plan_anew(samples=self._model.count(self._position))
@@ -121,7 +145,7 @@ class ShardRun:
             CoupledSamples: z of the drawn sample called alone is not that of the batch.
         """
         row = draw_row(self.graph.z, None, range(self.graph.outputs), seed=self._seed)
-        if row is not None and self._first and self._calls_alone():
+        if row is not None and self._row_is_due and self._calls_alone():
             self._called_alone(row.sample)
 
     def _terms(self, outputs: range, *, last: bool) -> Terms:
@@ -131,7 +155,8 @@ class ShardRun:
             self._compared is Compared.ONE_ROW_ALONE or (all_rows and self._calls_alone())
         )
         if not (all_rows or one_row or alone):
-            return self._graph_terms(outputs, keep_graph=not last)
+            slopes = self._slopes() if self._first else None
+            return self._graph_terms(outputs, keep_graph=not last, slopes=slopes)
         slopes = self._slopes()
         row = draw_row(self.graph.z, slopes, outputs, seed=self._seed) if one_row or alone else None
         in_graph = all_rows or (row is not None and not alone)
@@ -162,7 +187,7 @@ class ShardRun:
         confirmed = self.plan.confirmed.get(self.graph.calls)
         if self.plan.compares_always or confirmed is None or not self._ruled().keys() <= confirmed:
             return Compared.ALL_ROWS
-        if not self._first:
+        if not self._row_is_due:
             return Compared.NOTHING
         return Compared.ONE_ROW_ALONE if self._calls_alone() else Compared.ONE_ROW_IN_GRAPH
 
@@ -187,6 +212,7 @@ class ShardRun:
 
     def _wrong(self, terms: Terms, slopes: Tensor | None, outputs: range) -> Set[str]:
         """Compare all rows with autograd's, and return the parameters whose rows differ."""
+        self.compared = "all"
         some = slice(outputs.start, outputs.stop)
         gradient_at = partial(self.graph.leaf_gradients, parameters=self._ruled(), outputs=some)
         expected = reference(slopes, self.graph.value[:, some], gradient_at, seed=self._seed)
@@ -235,6 +261,7 @@ class ShardRun:
         """
         self.graph.free()  # before a call that restores the buffers, which the graph may read
         expected = self.graph.z
+        self.compared = most_compared((self.compared, "one"))
         z = self._model.called_alone(self.plan, self._position, sample)
         if z is None or z.shape[1:] != expected.shape[1:] or len(z) != 1:
             self.plan.alone = False

@@ -85,6 +85,7 @@ def sample_ranges(job: LoadedJob, spec: Spec) -> SampleRanges:
         _request(spec),
         loss=_loss(job, spec) if isinstance(spec, PerSampleGradientSpec) else None,
         observer=progress,
+        check_number=check_number(job.work.spec_digest),
         budget_bytes=int(job.result_memory_bytes * ENGINE_SHARE),
         sink=_sink(job, spec, progress),
         checkpoints=job.checkpoints.of_samples,
@@ -193,6 +194,11 @@ def how_called(spec: Spec, calls: Mapping[str, Any]) -> dict[str, Any]:
     return {**named, "wrt": spec.wrt, "unchecked": spec.unchecked}
 
 
+def check_number(digest: str) -> float:
+    """Return a number from 0 to 1 that a spec's digest names: a rerun is checked if the job was."""
+    return int(digest[:8], 16) / 16**8
+
+
 def _against(job: LoadedJob, spec: Spec, others: Group | None) -> Factored | OtherShards | None:
     if spec.against is not None:
         return stored_rows(job.work.earlier_result, of=spec.against, device=job.device)
@@ -214,6 +220,7 @@ def _shared(job: LoadedJob, spec: Spec) -> dict[str, Any]:
         "projection_seed": spec.seed,
         **how_called(spec, job.calls),
         "observer": progress,
+        "check_number": check_number(job.work.spec_digest),
         "checkpoints": job.checkpoints.whole(),
         "budget_bytes": int(job.result_memory_bytes * ENGINE_SHARE),
         "sink": _sink(job, spec, progress),
@@ -258,6 +265,7 @@ def _computed(
             "form": spec.form,
             "roads": {name: list(taken) for name, taken in answer.roads.items()},
             "loops": dict(answer.loops),
+            "rows_compared": answer.rows_compared,
         },
         seconds={"samples": answer.seconds},
         runs=answer.ranges if isinstance(answer, SplitSamples) else (),

@@ -54,6 +54,8 @@ class Plan:
     kept: bool = True  # whether later jobs use it: not where the probe runs had nothing to replace
     compares_always: bool = False  # whether rows are compared in whole on every shard, as data may
     # decide which samples go where or which are mixed, or refute a guess of where they are
+    shares_numbers: bool = False  # whether data may decide a number that several samples get, see
+    # `shared_numbers`: a row is then compared in every job
     alone: bool = True  # whether a sample's z is the same, but for rounding, without the others
 
     confirmed: dict[int, set[str]] = field(default_factory=dict)  # by `RecordedGraph.calls`, the

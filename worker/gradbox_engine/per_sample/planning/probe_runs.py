@@ -40,6 +40,7 @@ from gradbox_engine.per_sample.recording.batch_axis import (
 )
 from gradbox_engine.per_sample.recording.function_calls import custom_functions_shown
 from gradbox_engine.per_sample.recording.index_selections import Selection, may_reorder
+from gradbox_engine.per_sample.recording.shared_numbers import SampleSizes, shares_numbers
 from gradbox_engine.per_sample.recording.use_log import (
     Edge,
     Use,
@@ -66,6 +67,7 @@ class ProbeRun:
 
     uses: list[Use]
     selections: list[Selection]
+    sizes: list[SampleSizes]
     z: Tensor
     draws: bool  # whether it drew random numbers
     leaves: frozenset[Edge]  # of z
@@ -101,7 +103,9 @@ def plan_for(model: CallableModel, position: Position, *, samples: int = SAMPLES
     if plan.recorded:
         unseen = unseen_uses(first.uses, first.leaves, plan.derived, model.parameters)
         plan.loop(unseen, "it is used by what no function call shows")
+        plan.shares_numbers = bool(unseen)  # which nobody has seen
     mixes = uses.alike and any(mixing_layers(uses))
+    plan.shares_numbers |= shares_numbers(first.sizes, second.sizes)
     plan.kept = other_inputs
     plan.compares_always |= selects or mixes or not other_inputs
     plan.rounding = rounding
@@ -273,7 +277,7 @@ def _probe(
     finally:
         log.remove_hooks()
     draws = generator_fingerprint() != before
-    return ProbeRun(log.uses, log.selections, z.detach(), draws, edges_of([z]))
+    return ProbeRun(log.uses, log.selections, log.sizes, z.detach(), draws, edges_of([z]))
 
 
 def _coarsest(uses: Iterable[Use], rounding: torch.dtype) -> torch.dtype:

@@ -38,6 +38,7 @@ from gradbox_engine.per_sample.recording.index_selections import (
     Selection,
     selection,
 )
+from gradbox_engine.per_sample.recording.shared_numbers import SampleSizes, sizes_of
 from gradbox_engine.torch_private import base_of, inside_transform
 
 Edge = tuple[Node, int]
@@ -72,6 +73,7 @@ class UseLog(FunctionCalls):
         super().__init__(parameters)
         self.uses: list[Use] = []
         self.selections: list[Selection] = []
+        self.sizes: list[SampleSizes] = []  # of all calls
         self._model = model
         self._ranges: set[int] = set()  # ids of what `torch.arange` made
         self._modules = [""]  # the modules that run now, the innermost last
@@ -110,6 +112,7 @@ class UseLog(FunctionCalls):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         out = super().__torch_function__(func, types, args, kwargs)
+        self.sizes.append(sizes_of(func, args, kwargs or {}, out))
         of_range = args and self._is_range(args[0])
         if func is torch.arange or (of_range and getattr(func, "__name__", "") in KEEPING_RANGES):
             self._held.append(out)

@@ -46,6 +46,7 @@ class SampleRanges:
         observer: Observer | None = None,
         budget_bytes: int = BUDGET_BYTES,
         sink: Sink | None = None,
+        check_number: float = 0.0,
         checkpoints: Callable[[Range, SampleTask], Checkpoints | None] = lambda *_: None,
         **setting: Any,
     ) -> None:
@@ -61,7 +62,7 @@ class SampleRanges:
         self._model, self._groups, self._setting = model, groups, setting
         self._request, self._loss = request, loss
         self._observer, self._budget_bytes, self._sink = observer or Silent(), budget_bytes, sink
-        self._checkpoints = checkpoints
+        self._checkpoints, self._check_number = checkpoints, check_number
 
     def shapes(self, part: Range, *, of_others: bool) -> list[Shapes]:
         """Return what plans depend on of each shard of a range."""
@@ -124,7 +125,7 @@ class SampleRanges:
         )
         positions = _positions(part, of_others=task.of_others)
         with self._ready() as ready:
-            planned = PlannedModel(ready)
+            planned = PlannedModel(ready, self._check_number)
             planned.learn(int(task.of_others), task.plans)
             found = PerSampleJob(
                 planned,

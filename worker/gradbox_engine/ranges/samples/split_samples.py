@@ -33,7 +33,12 @@ from gradbox_engine.errors import BadInputs, BadReduction, DeviceLost
 from gradbox_engine.per_sample.planned_model import Plans
 from gradbox_engine.per_sample.planning.model import Shapes
 from gradbox_engine.per_sample.reductions import check_names
-from gradbox_engine.per_sample.request import Form, Request, SampleResult
+from gradbox_engine.per_sample.request import (
+    Form,
+    Request,
+    SampleResult,
+    most_compared,
+)
 from gradbox_engine.per_sample.sample_loss import check_given_apart, rows_by_sample
 from gradbox_engine.ranges.coroutines import Coroutine, LostDevices, on_some_device, run_together
 from gradbox_engine.ranges.protocol import NamedSums, Range
@@ -288,6 +293,7 @@ def joined(
         names=first.names,
         samples=sum(result.samples for result in results),
         outputs=first.outputs,
+        rows_compared=most_compared(result.rows_compared for result in results),
         seconds=seconds,
     )
 
