@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from gradbox_engine.mixed.inner import Inner
 from gradbox_engine.mixed.jacobian_products import ShardJacobians
 from gradbox_engine.model.kernels import differentiable_kernels
-from gradbox_engine.model.precision import passes_float16
 from gradbox_engine.model.prepared import Prepared, prepared
 from gradbox_engine.model.wrt import Selection, refuse_uninitialised
 from gradbox_engine.replay.cotangents import trainable
@@ -63,9 +62,7 @@ def prepared_mixed(
     ):
         yield PreparedMixed(
             ready=ready,
-            jacobians=ShardJacobians(
-                ready, argument=z, scaled=passes_float16(model, call_options.precision)
-            ),
+            jacobians=ShardJacobians(ready, argument=z, scaled=ready.in_float16),
             inner=Inner(
                 inner, device=ready.device, seed=call_options.seed, widened=call_options.widened
             ),

@@ -13,7 +13,7 @@ kernels run; what calls `torch.lstm` itself, beside `nn.LSTM`, is not covered.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -151,12 +151,12 @@ def libraries_off() -> Iterator[None]:
             library.enabled = enabled
 
 
-def avoid_cudnn_recurrence(model: nn.Module) -> None:
+def avoid_cudnn_recurrence(modules: Iterable[nn.Module]) -> None:
     """Register hooks by which recurrent layers on CUDA that cuDNN cannot serve run without it.
 
     Whoever calls this removes the hooks, as `restored` does.
     """
-    for module in model.modules():
+    for module in modules:
         if isinstance(module, nn.RNNBase) and _on_cuda(module) and not suits_cudnn(module):
             calls = _CallsWithoutLibraries()
             module.register_forward_pre_hook(calls.begin, prepend=True)

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradbox_engine.requests import Precision
 
@@ -48,9 +48,9 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def passes_float16(model: nn.Module, precision: Precision) -> bool:
+def passes_float16(parameters: Iterable[Tensor], precision: Precision) -> bool:
     """Return whether gradients pass through float16: under its autocast, or to such parameters."""
-    return precision == "fp16" or any(p.dtype == torch.float16 for p in model.parameters())
+    return precision == "fp16" or any(p.dtype == torch.float16 for p in parameters)
 
 
 def fp16_scale(tensors: Iterable[Tensor], *, largest: float) -> float:

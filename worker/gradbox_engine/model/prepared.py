@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,9 +15,9 @@ from gradbox_engine.model.calling.calls import ModelCalls
 from gradbox_engine.model.calling.shard_feed import ShardFeed
 from gradbox_engine.model.calling.shard_rng import generators_restored
 from gradbox_engine.model.kernels import avoid_cudnn_recurrence, checkpoints_reached
-from gradbox_engine.model.precision import arithmetic
+from gradbox_engine.model.precision import arithmetic, passes_float16
 from gradbox_engine.model.state.buffers import Buffers
-from gradbox_engine.model.state.restore import restored
+from gradbox_engine.model.state.restore import Registered, restored
 from gradbox_engine.model.state.written_parameters import Changes, unwritten_parameters
 from gradbox_engine.model.tensor_equality import storages_of
 from gradbox_engine.model.weights import lay_over, widen
@@ -36,6 +36,7 @@ class Prepared:
     inputs: Mapping[str, Sequence[str]]  # by group, the arguments whose gradients are wanted
     devices: tuple[torch.device, ...]  # on which the model lies; inputs and Z on the first one
     model: nn.Module
+    parameters: Sequence[Tensor]  # of the model, each once
     changes: Changes  # that the model's forward passes have made and nothing puts back
 
     @property
@@ -46,16 +47,21 @@ class Prepared:
     @cached_property
     def parameter_storages(self) -> frozenset[int]:
         """The addresses of the parameters' storages; few jobs ask."""
-        return frozenset(storages_of(self.model.parameters()))
+        return frozenset(storages_of(self.parameters))
+
+    @property
+    def in_float16(self) -> bool:
+        """Whether gradients pass through float16."""
+        return passes_float16(self.parameters, self.options.precision)
 
 
 @contextmanager
 def configured(
     model: nn.Module, parameters: Mapping[str, Tensor], options: CallOptions
-) -> Iterator[Changes]:
+) -> Iterator[tuple[Registered, Changes]]:
     """Set the model's mode, numbers and `requires_grad`, and put all of it back on the way out.
 
-    Gives what its forward passes change for good.
+    Gives what the model had, and what its forward passes change for good.
 
     Args:
         parameters: those that are differentiated; no other requires grad.
@@ -82,11 +88,11 @@ def configured(
             widen(model)
         lay_over(model, options.weights, widened=options.widened)
         model.train(options.mode == "train")
-        avoid_cudnn_recurrence(model)
-        for parameter in registered:
+        avoid_cudnn_recurrence(registered.modules)
+        for parameter in registered.parameters:
             parameter.requires_grad_(id(parameter) in differentiated)
             parameter.grad = None
-        yield changes
+        yield registered, changes
         changes.refuse_new()
 
 
@@ -104,18 +110,18 @@ def prepared(
     model: nn.Module, groups: Sequence[Group], selection: Selection, options: CallOptions
 ) -> Iterator[Prepared]:
     """Make a model ready for shards, and put it back on the way out, whatever happened inside."""
-    devices = model_devices(model)
-    feed = ShardFeed(groups, devices[0], widened=options.widened)
     inputs = matched_inputs(groups, selection.input_patterns)
-    with configured(model, selection.parameters, options) as changes:
+    with configured(model, selection.parameters, options) as (registered, changes):
+        devices = devices_of((*registered.parameters, *registered.buffers))
         yield Prepared(
             calls=ModelCalls(model, groups, options, device=devices[0], differentiated=inputs),
-            feed=feed,
-            buffers=Buffers(model),
+            feed=ShardFeed(groups, devices[0], widened=options.widened),
+            buffers=Buffers(model, registered.state),
             options=options,
             inputs=inputs,
             devices=devices,
             model=model,
+            parameters=registered.parameters,
             changes=changes,
         )
 
@@ -125,5 +131,9 @@ def model_devices(model: nn.Module) -> tuple[torch.device, ...]:
 
     A model that lies on several devices moves what its modules hand on by itself.
     """
-    tensors = chain(model.parameters(), model.buffers())
+    return devices_of(chain(model.parameters(), model.buffers()))
+
+
+def devices_of(tensors: Iterable[Tensor]) -> tuple[torch.device, ...]:
+    """Return where tensors lie, the first one's first; the CPU where there are none."""
     return tuple(dict.fromkeys(tensor.device for tensor in tensors)) or (torch.device("cpu"),)

@@ -44,7 +44,7 @@ from gradbox_engine.model.calling.blame import blaming
 from gradbox_engine.model.calling.calls import ShardGraph
 from gradbox_engine.model.calling.outputs import Outputs
 from gradbox_engine.model.calling.shard_feed import Position
-from gradbox_engine.model.precision import fp16_scale, passes_float16
+from gradbox_engine.model.precision import fp16_scale
 from gradbox_engine.model.prepared import Prepared
 from gradbox_engine.replay.comparison import ReplayComparison
 from gradbox_engine.replay.gradient_sums import GradientSums
@@ -141,8 +141,7 @@ def replay(
         after_shard=after_shard,
     )
     entries = [tensor for part in cotangents.values() for tensor in part.values()]
-    scaled = passes_float16(prepared.model, prepared.options.precision)
-    if not scaled or not _finite(entries):
+    if not prepared.in_float16 or not _finite(entries):
         return once(progress)
     first = fp16_scale(entries, largest=LARGEST)
     if resumed is None:

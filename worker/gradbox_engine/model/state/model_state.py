@@ -128,8 +128,9 @@ class ModelState:
         self._seen = global_generators()
         self._before: dict[str, Outline] | None = None  # of what the shard before left out
         self._model = model
-        self._modules = list(model.named_modules())
-        self._tables_of_buffers = {id(buffers_of(module)) for _, module in self._modules}
+        self.modules = list(model.named_modules())
+        """Each once, behind its name."""
+        self._tables_of_buffers = {id(buffers_of(module)) for _, module in self.modules}
         self.tensors = self._find()
         """Those that are registered nowhere."""
         mutables = self._registered.values()
@@ -223,6 +224,10 @@ class ModelState:
         for inside in (*state.changed.values(), *state.came.values()):
             inside.restore(others)
 
+    def holds(self) -> bool:
+        """Return whether nothing differs now, so that this is also the state of now."""
+        return self._is_as_registered() and not any(other.changed() for other in self._others)
+
     def restore_buffers(self) -> None:
         """Bind the names of buffers to the registered ones."""
         for key in self._tables_of_buffers & self._registered.keys():
@@ -231,7 +236,7 @@ class ModelState:
     def bound(self, state: State) -> dict[tuple[str, str], Tensor | None]:
         """Return what is bound to buffers' names, each beside its submodule's, in a state."""
         buffers: dict[tuple[str, str], Tensor | None] = {}
-        for path, module in self._modules:
+        for path, module in self.modules:
             key = id(buffers_of(module))
             table = state.changed.get(key) or self._registered.get(key)
             if isinstance(table, Entries):
@@ -240,11 +245,11 @@ class ModelState:
 
     def _find(self) -> list[Tensor]:
         """Note what can change in submodules, then what lies inside their attributes."""
-        for _, module in self._modules:
+        for _, module in self.modules:
             registered = chain(parameters_of(module).values(), buffers_of(module).values())
             self._seen.update(map(id, (module, *registered)))
         places: list[Place] = []
-        for path, module in self._modules:
+        for path, module in self.modules:
             attributes = vars(module)
             self._registered[id(module)] = Entries(path, module, attributes)
             if isinstance(module, torch.jit.ScriptModule):
@@ -313,7 +318,7 @@ class ModelState:
     def _empty_tables(self) -> dict[int, Entries]:
         """By id, the tables of submodules that were empty, which few ask for."""
         empty, tables = set(map(id, self._empty)), {}
-        for path, module in self._modules:
+        for path, module in self.modules:
             attributes = self._registered[id(module)]
             assert isinstance(attributes, Entries)
             for name, value in attributes.parts():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,30 +30,40 @@ from gradbox_engine.torch_private import (
 )
 
 
+class Registered(NamedTuple):
+    """What a model has when a job begins, each once, in the model's order."""
+
+    state: ModelState
+    modules: list[nn.Module]
+    parameters: list[Tensor]
+    buffers: list[Tensor]
+
+
 @contextmanager
-def restored(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Put the model back on the way out, whatever happened inside; gives its parameters.
+def restored(model: nn.Module) -> Iterator[Registered]:
+    """Put the model back on the way out, whatever happened inside; gives what it had.
 
     A device that refuses all work takes the model with it; then the error that says why goes on.
     """
-    modules = list(model.modules())
     registered = ModelState(model)
+    modules = [module for _, module in registered.modules]
     scripted = [(module, scripted_attributes(module)) for module in modules]
     modes = [module.training for module in modules]
-    parameters = _tensors(map(parameters_of, modules))
+    parameters, buffers = (_tensors(map(table, modules)) for table in (parameters_of, buffers_of))
     renormed_tables = renormed(modules)
     states = [_TensorState(p, with_value=id(p) in renormed_tables) for p in parameters]
-    states += [_TensorState(b, with_value=True) for b in _tensors(map(buffers_of, modules))]
-    own = {id(value) for module in modules for value in vars(module).values()}
-    known = {id(state.tensor) for state in states}
-    states += [
-        _TensorState(tensor, with_value=id(tensor) in own or _is_small_value(tensor))
-        for tensor in registered.tensors
-        if id(tensor) not in known and tensor.is_leaf and not tensor.is_inference()
-    ]
+    states += [_TensorState(b, with_value=True) for b in buffers]
+    if registered.tensors:
+        own = {id(value) for module in modules for value in vars(module).values()}
+        known = {id(state.tensor) for state in states}
+        states += [
+            _TensorState(tensor, with_value=id(tensor) in own or _is_small_value(tensor))
+            for tensor in registered.tensors
+            if id(tensor) not in known and tensor.is_leaf and not tensor.is_inference()
+        ]
     failed = True
     try:
-        yield parameters
+        yield Registered(registered, modules, parameters, buffers)
         failed = False
     finally:
         try:

@@ -101,10 +101,11 @@ class Changes:
         self._model, self._overlaid, self._differentiated = model, overlaid, differentiated
         self.known = _known.setdefault(model, _Known())
         self.known.refuse_written()
-        self._num_hooks = {id(p): len(hooks_on_gradient(p) or ()) for p in model.parameters()}
+        named = list(model.named_parameters())
+        self._num_hooks = {id(p): len(hooks_on_gradient(p) or ()) for _, p in named}
         self._parameters = {
             name: parameter
-            for name, parameter in model.named_parameters()
+            for name, parameter in named
             if not (parameter.is_meta or parameter.is_quantized)
         }
         checked = self.known.checked[mode]

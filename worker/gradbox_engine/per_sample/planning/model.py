@@ -17,7 +17,7 @@ from gradbox_engine.errors import BadInputs, NoBatchAxis
 from gradbox_engine.model.calling.outputs import BARE
 from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.model.kernels import checkpoints_inlined, compiled_code_run_eagerly
-from gradbox_engine.model.precision import AUTOCAST, accumulation_dtype, passes_float16
+from gradbox_engine.model.precision import AUTOCAST, accumulation_dtype
 from gradbox_engine.model.prepared import Prepared, prepared
 from gradbox_engine.model.tensor_equality import strided_parts
 from gradbox_engine.model.weights import wide_dtype
@@ -57,7 +57,7 @@ def callable_model(
     _refuse_other_parameters(selection.parameters)
     call_options = CallOptions(**options)
     with prepared(model, groups, selection, call_options) as ready, compiled_code_run_eagerly():
-        for module in model.modules():
+        for _, module in ready.buffers.beyond.modules:
             if isinstance(module, nn.EmbeddingBag):
                 module.sparse = False  # which neither vmap nor a batched backward pass knows
         yield CallableModel(ready, dict(selection.parameters), frozenset(unchecked))
@@ -75,7 +75,7 @@ class CallableModel:
         self.where = ready.calls.where
         # The narrowest dtype of a product.
         self.rounding = AUTOCAST.get(ready.options.precision, torch.float64)
-        self.in_float16 = passes_float16(ready.model, ready.options.precision)
+        self.in_float16 = ready.in_float16
         self.hooked = tuple(name for name, p in parameters.items() if hooks_on_gradient(p))
         self._groups, self._calls, self._buffers = ready.calls.groups, ready.calls, ready.buffers
 
