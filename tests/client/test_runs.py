@@ -113,6 +113,13 @@ def test_a_step_is_the_gradient_of_the_same_arguments_with_the_runs(
     assert posted == gradient | {"computation": "step"} | update
 
 
+@pytest.mark.parametrize("name", ["model", "wrt", "mode", "precision", "seed", "weights"])
+def test_what_is_the_runs_cannot_be_given_to_a_step(run: TrainRun, name: str) -> None:
+    with pytest.raises(InvalidJob, match=f"{name}: expected none in a step"):
+        step(run, **{name: None})
+    assert run.num_steps == 0
+
+
 def test_a_step_whose_answer_is_lost_is_made_once(box: RunBox, run: TrainRun) -> None:
     box.lost = 2
     found = step(run)

@@ -167,8 +167,8 @@ class BoxView(View):
 class OwnerUsage(View):
     """What one owner used; `owner` is None for all others together.
 
-    `kept_bytes` are what their blobs and results take on the box now, whatever the span. The lists
-    have one entry a bucket, oldest first; the last one is not over yet.
+    `kept_bytes` are what their blobs, results and states of runs take on the box now, whatever the
+    span. The lists have one entry a bucket, oldest first; the last one is not over yet.
     """
 
     owner: str | None

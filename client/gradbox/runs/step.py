@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypedDict
+from typing import Any, ClassVar, Final, Literal, TypedDict
 
 from gradbox.computations import Gradient
 from gradbox.computations.computation import Posted, Submission, checked
 from gradbox.computations.gradient import BESIDE_COTANGENTS, Cotangents, Penalty
-from gradbox.errors import ProtocolError
+from gradbox.errors import InvalidJob, ProtocolError
 from gradbox.inputs.uploads import KnownTensors, Uploads
 from gradbox.protocol import CotangentStepSpec, RunView, StepSpec, step_seed
 from gradbox.protocol.options import Priority, Retain, Timeout, Transfer
@@ -18,6 +18,8 @@ from gradbox.results.result import GradResult
 from gradbox.tensors.tensor_bytes import Tensor
 
 Rates = float | Sequence[float]
+# Arguments of `Gradient` that a step has from its run.
+OF_THE_RUN: Final = ("model", "wrt", "mode", "precision", "seed", "weights")
 
 
 class UpdateKeywords(TypedDict, total=False):
@@ -65,7 +67,17 @@ class StepGradient(Gradient):
 
     @classmethod
     def of(cls, view: RunView, number: int, **given: Any) -> StepGradient:
-        """Return a step of a run, which says what model, parameters, mode and seed it has."""
+        """Return a step of a run, which says what model, parameters, mode and seed it has.
+
+        Raises:
+            InvalidJob: an argument is one that the run says.
+        """
+        for name in OF_THE_RUN:
+            if name in given:
+                raise InvalidJob(
+                    f"{name}: expected none in a step, since it is its run's; leave it out, or "
+                    f"begin another run by client.train"
+                )
         if isinstance(given.get("loss"), Cotangents):
             return cls(run=view.id, number=number, **given)
         return cls(

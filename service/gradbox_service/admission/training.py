@@ -336,7 +336,7 @@ def _saved_before(
     job = box.records.get(save.job)
     if (save.run, save.step) != (run.id, step) or job is None:
         what = f"the name {save.name!r} is that of step {save.step} of run {save.run}"
-        raise conflict(run, what, box.records)
+        raise conflict(run, what, box.records, then="take another name, or delete that one")
     if save.shared != order.shared:
         box.runs.share(save, shared=order.shared)
     return job

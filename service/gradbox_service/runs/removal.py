@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import suppress
+from typing import Final
 
 from gradbox.errors import RunConflict
 from gradbox_service.database.conditional_commands import Outdated
@@ -13,6 +14,8 @@ from gradbox_service.runs.record import RunRecord
 from gradbox_service.runs.records import Runs
 from gradbox_service.runs.states import is_taken
 from gradbox_service.runs.steps import conflict, under_way
+
+LATER: Final = "delete it when that has ended"
 
 
 def delete_run(run: RunRecord, *, runs: Runs, records: Records, files: RunFiles) -> None:
@@ -24,11 +27,12 @@ def delete_run(run: RunRecord, *, runs: Runs, records: Records, files: RunFiles)
     """
     job = under_way(run, records)
     if job is not None:
-        raise conflict(run, f"job {job} is to end first, or to be cancelled", records)
+        raise conflict(run, "a step is under way", records, then="cancel it, or wait for its end")
     saves = [save for save in runs.saves(run.owner) if save.run == run.id]
     left = [save.name for save in saves if is_taken(save, records)]
     if left:
-        raise conflict(run, f"its saved states {left} are to be deleted first", records)
+        what = f"{', '.join(left)} would be lost"
+        raise conflict(run, what, records, then="delete these saved states first")
     runs.forget(run)
     files.remove(run.id)
 
@@ -56,9 +60,9 @@ def delete_save(
         return
     job = records.get(save.job)
     if save.size_bytes is None and job is not None and not job.state.final:
-        raise conflict(run, f"job {job.id} has yet to save {name!r}", records)
+        raise conflict(run, f"job {job.id} has yet to save {name!r}", records, then=LATER)
     if f"{run.id}/{name}" in needed:
-        raise conflict(run, f"a job needs the saved state {name!r}", records)
+        raise conflict(run, f"a job needs the saved state {name!r}", records, then=LATER)
     runs.unsave(save)
     files.remove_save(run.id, name)
 

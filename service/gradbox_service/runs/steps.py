@@ -113,13 +113,17 @@ def visible(run_id: str, *, caller: TokenInfo, runs: Runs) -> RunRecord:
     return run
 
 
-def conflict(run: RunRecord, what: str, records: Records) -> RunConflict:
-    """Return the error of what does not fit where a run is, which says that."""
+def conflict(run: RunRecord, what: str, records: Records, *, then: str = "") -> RunConflict:
+    """Return the error of what does not fit where a run is, which says that.
+
+    Args:
+        then: what to do; by default to go on with the next step.
+    """
     job = under_way(run, records)
     now = f"job {job} makes step {run.num_steps + 1}" if job else "no step is under way"
     return RunConflict(
-        f"{what}: run {run.id} has made {run.num_steps} steps, and {now}; go on with step "
-        f"{run.num_steps + 1}",
+        f"{what}: run {run.id} has made {run.num_steps} steps, and {now}; "
+        f"{then or f'go on with step {run.num_steps + 1}'}",
         num_steps=run.num_steps,
         under_way=job,
     )
