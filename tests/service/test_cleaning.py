@@ -28,7 +28,7 @@ ROOMY = Limits(result_age_s=7 * DAY_S, blob_age_s=30 * DAY_S, total_bytes=1e18)
 
 
 def stored(name: str, *, days: float, kind: Any = "result", owner: str = "ann") -> Stored:
-    return Stored(kind, name, owner, 10, NOW_S - days * DAY_S)
+    return Stored(kind, name, (owner,), 10, NOW_S - days * DAY_S)
 
 
 def names(
@@ -214,7 +214,7 @@ def test_what_somebody_removed_by_hand_counts_no_more(backing: Backing, tmp_path
     assert record is not None
     assert record.result_gone_s is not None
     assert dict(backing.records.result_bytes()) == {"ann": 6}
-    assert list(backing.owners.known()) == [kept]
+    assert list(backing.owners.owners()) == [kept]
     assert dict(backing.owners.totals()) == {"ann": backing.blobs.size_bytes(kept)}
 
 
@@ -374,7 +374,7 @@ def test_the_quota_takes_what_was_not_used_lately_from_its_owner_alone(
     cleaner = cleaner_of(backing, tmp_path / "data")
     assert cleaner.make_room("ann", 1) == 0.0
     assert left(backing, cleaner) == {"read", "unread", "older", "bob"}
-    assert blob not in backing.owners.known()
+    assert blob not in backing.owners.owners()
     soon_s = cleaner.make_room("ann", 18)
     assert left(backing, cleaner) == {"unread", "bob"}
     assert soon_s == pytest.approx(0.5 * QUARTER * DAY_S, abs=30)

@@ -67,7 +67,8 @@ def check_files(asked: Asked) -> None:
         assert record is not None
         results[record.owner] += file.size_bytes
     for digest, file in backing.blobs.files():
-        blobs[backing.owners.owners_of(digest)[0]] += file.size_bytes
+        for owner in backing.owners.owners_of(digest):
+            blobs[owner] += file.size_bytes
     assert dict(backing.records.result_bytes()) == dict(results)
     assert dict(backing.owners.totals()) == dict(blobs)
 

@@ -66,7 +66,7 @@ def test_it_cleans_by_age_owner_and_kind(
     assert "would remove 3 files" in capsys.readouterr().out
     assert run("clean", "--older-than", "3d", "--owner", "bob", "--json", *where) == 0
     (gone,) = json.loads(capsys.readouterr().out)["removed"]
-    assert (gone["name"], gone["owner"]) == (bobs, "bob")
+    assert (gone["name"], gone["owners"]) == (bobs, ["bob"])
     assert run("clean", "--older-than", "3d", "--only", "blobs", *where) == 0
     assert anns in capsys.readouterr().out
     assert old.exists()

@@ -2,16 +2,15 @@
 
 A blob is stored once, and belongs to every owner who has sent all of its bytes: knowing a digest
 is not having the bytes. To everybody else the box answers as if the blob were not there. Its size
-counts against the owner who sent it first.
+counts against each of its owners.
 
-    gradbox:blob:DIGEST      hash: `first` (owner), `size_bytes`, and `owner:NAME` for each owner
-    gradbox:blobs-of:OWNER   set of the digests of the blobs that belong to them
-    gradbox:blob-bytes       hash: owner → bytes of the blobs that they sent first
+    gradbox:own-blobs:OWNER   hash: digest → size, of the blobs that belong to them
+    gradbox:own-blob-bytes    hash: owner → the sum of those sizes
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 import redis
@@ -21,28 +20,21 @@ from gradbox.tensors.safetensors_header import SafetensorsHeader
 from gradbox_service.database.conditional_commands import IF_ONE, OVER_BOUND, ConditionalCommands
 from gradbox_service.store import BlobStore
 
-BYTES = "gradbox:blob-bytes"
-FIRST = b"first"
-OWNER = b"owner:"
-# KEYS: the sums, the owner's blobs, the blob; ARGV: the owner, their field, the digest. It counts
-# against the next owner then; 1 if there is none.
+BYTES = "gradbox:own-blob-bytes"
+BLOBS_OF = "gradbox:own-blobs:"
+# KEYS: the sums, the owner's blobs; ARGV: the owner, the digest, how keys of owners' blobs begin.
+# It answers 1 if no owner is left.
 RELEASE = (
     OVER_BOUND
     + """
-redis.call('SREM', KEYS[2], ARGV[3])
-local released = redis.call('HDEL', KEYS[3], ARGV[2])
-local first, size = unpack(redis.call('HMGET', KEYS[3], 'first', 'size_bytes'))
-if released == 1 and first == ARGV[1] then redis.call('HINCRBY', KEYS[1], first, -size) end
-for _, field in ipairs(redis.call('HKEYS', KEYS[3])) do
-    if string.sub(field, 1, 6) == 'owner:' then
-        if first == ARGV[1] then
-            redis.call('HSET', KEYS[3], 'first', string.sub(field, 7))
-            redis.call('HINCRBY', KEYS[1], string.sub(field, 7), size)
-        end
-        return 0
-    end
+local size = redis.call('HGET', KEYS[2], ARGV[2])
+if size then
+    redis.call('HDEL', KEYS[2], ARGV[2])
+    redis.call('HINCRBY', KEYS[1], ARGV[1], -size)
 end
-redis.call('DEL', KEYS[3])
+for _, owner in ipairs(redis.call('HKEYS', KEYS[1])) do
+    if redis.call('HEXISTS', ARGV[3] .. owner, ARGV[2]) == 1 then return 0 end
+end
 return 1
 """
 )
@@ -51,7 +43,7 @@ ASKED_AT_ONCE = 1000
 
 
 class BlobOwners:
-    """Who has sent the bytes of which blob: one hash a blob, and one of sums.
+    """Who has sent the bytes of which blob: one hash an owner, and one of sums.
 
     Safe to call from several processes at once.
     """
@@ -73,47 +65,45 @@ class BlobOwners:
 
     def claim_by(self, pipe: Pipeline, owner: str, sizes_bytes: Mapping[str, int]) -> None:
         """Do so by commands that are run together, see `ConditionalCommands`."""
-        pipe.sadd(_list_key(owner), *sizes_bytes)
         for digest, size_bytes in sizes_bytes.items():
-            key = _key(digest)
-            pipe.hsetnx(key, FIRST.decode(), owner)
-            if_first = f"{IF_ONE}HINCRBY"
-            pipe.execute_command(if_first, BYTES, owner, size_bytes)  # type: ignore[no-untyped-call]
-            fields: dict[Any, Any] = {"size_bytes": size_bytes, _field(owner): 1}
-            pipe.hset(key, mapping=fields)
+            pipe.hset(_key(owner), digest, cast(Any, size_bytes))
+            if_new = f"{IF_ONE}HINCRBY"
+            pipe.execute_command(if_new, BYTES, owner, size_bytes)  # type: ignore[no-untyped-call]
 
     def owns(self, owner: str, digest: str) -> bool:
         """Return whether `owner` has sent the blob's bytes."""
-        return bool(self._redis.hexists(_key(digest), _field(owner)))
+        return bool(self._redis.hexists(_key(owner), digest))
 
     def owned_among(self, owner: str, digests: Collection[str]) -> frozenset[str]:
         """Return those of `digests` whose bytes `owner` has sent."""
         asked, found = list(digests), list[str]()
         for start in range(0, len(asked), ASKED_AT_ONCE):
             some = asked[start : start + ASKED_AT_ONCE]
-            with self._redis.pipeline(transaction=False) as pipe:
-                for digest in some:
-                    pipe.hexists(_key(digest), _field(owner))
-                found += [d for d, owned in zip(some, pipe.execute(), strict=True) if owned]
+            sizes = self._redis.hmget(_key(owner), some)
+            found += [digest for digest, size in zip(some, sizes, strict=True) if size is not None]
         return frozenset(found)
 
     def owners_of(self, digest: str) -> Sequence[str]:
-        """Return the blob's owners, the one it counts against first; empty for an unknown blob."""
-        fields = cast("dict[bytes, bytes]", self._redis.hgetall(_key(digest)))
-        names = [name[len(OWNER) :].decode() for name in fields if name.startswith(OWNER)]
-        first = fields.get(FIRST, b"").decode()
-        return sorted(names, key=lambda name: (name != first, name))
+        """Return the blob's owners by name; empty for an unknown blob."""
+        return [owner for owner in sorted(self.totals()) if self.owns(owner, digest)]
 
-    def firsts(self, digests: Sequence[str]) -> Mapping[str, str]:
-        """Return the owners that blobs count against; without those of unknown blobs."""
-        with self._redis.pipeline(transaction=False) as pipe:
-            for digest in digests:
-                pipe.hget(_key(digest), FIRST.decode())
-            found = zip(digests, pipe.execute(), strict=True)
-            return {digest: first.decode() for digest, first in found if first is not None}
+    def owners(self) -> Mapping[str, Sequence[str]]:
+        """Return the owners of every blob that belongs to somebody, by its digest."""
+        found: dict[str, list[str]] = {}
+        for owner in sorted(self.totals()):
+            for digest in self.blobs_of(owner):
+                found.setdefault(digest, []).append(owner)
+        return found
+
+    def sizes(self) -> Mapping[str, int]:
+        """Return the size of every blob that belongs to somebody, by its digest."""
+        found: dict[bytes, bytes] = {}
+        for owner in self.totals():
+            found |= cast("dict[bytes, bytes]", self._redis.hgetall(_key(owner)))
+        return {digest.decode(): int(size) for digest, size in found.items()}
 
     def bytes_of(self, owner: str) -> int:
-        """Return the bytes of the blobs that `owner` sent before anybody else did."""
+        """Return the bytes of the blobs that belong to `owner`."""
         return int(cast("bytes | None", self._redis.hget(BYTES, owner)) or 0)
 
     def totals(self) -> Mapping[str, int]:
@@ -121,24 +111,17 @@ class BlobOwners:
         found = cast("dict[bytes, bytes]", self._redis.hgetall(BYTES))
         return {owner.decode(): int(size) for owner, size in found.items() if int(size)}
 
-    def known(self) -> Iterator[str]:
-        """Give the digest of every blob that belongs to somebody."""
-        for key in self._redis.scan_iter(match=_key("*"), count=ASKED_AT_ONCE):
-            yield cast(bytes, key).decode().removeprefix(_key(""))
-
     def blobs_of(self, owner: str) -> Collection[str]:
         """Return the digests of all blobs that belong to `owner`."""
-        found = cast("set[bytes]", self._redis.smembers(_list_key(owner)))
+        found = cast("list[bytes]", self._redis.hkeys(_key(owner)))
         return {digest.decode() for digest in found}
 
     def release(self, owner: str, digest: str) -> bool:
         """Note that the blob is no longer `owner`'s; return whether it belongs to nobody now.
 
-        It then counts against another owner, if there is one. Call it before the file is removed. A
-        claim in between is of bytes that are written anew.
+        Call it before the file is removed. A claim in between is of bytes that are written anew.
         """
-        keys = [BYTES, _list_key(owner), _key(digest)]
-        return bool(self._release(keys=keys, args=[owner, _field(owner), digest]))
+        return bool(self._release(keys=[BYTES, _key(owner)], args=[owner, digest, BLOBS_OF]))
 
     def forget(self, digest: str) -> None:
         """Note that the blob is no longer stored: release it of all its owners."""
@@ -146,16 +129,8 @@ class BlobOwners:
             self.release(owner, digest)
 
 
-def _key(digest: str) -> str:
-    return f"gradbox:blob:{digest}"
-
-
-def _list_key(owner: str) -> str:
-    return f"gradbox:blobs-of:{owner}"
-
-
-def _field(owner: str) -> bytes:
-    return OWNER + owner.encode()
+def _key(owner: str) -> str:
+    return f"{BLOBS_OF}{owner}"
 
 
 class OwnBlobs:

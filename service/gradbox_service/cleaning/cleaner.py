@@ -80,13 +80,13 @@ class Cleaner(RepeatingThread):
         self._blobs.sweep()
         self._results.sweep(is_written=self._is_written, unused_since_s=now_s - SPARED_S)
         self._sweep_checkpoints(unused_since_s=now_s - SPARED_S)
-        counted_bytes = self._taken().total()
+        counted_bytes = self._counted_bytes()
         files = list(self.stored(owned=False))
         there_bytes = sum(file.size_bytes for file in files)
         if counted_bytes - there_bytes > self._unexplained_bytes:
             if num_gone := note_removed(self._box):
                 log.warning("%d results and blobs are gone that the box did not remove", num_gone)
-            self._unexplained_bytes = max(0, self._taken().total() - there_bytes)
+            self._unexplained_bytes = max(0, self._counted_bytes() - there_bytes)
         self._keep_quotas()
         limits = self._limits(there_bytes)
         if there_bytes > limits.total_bytes:
@@ -114,7 +114,7 @@ class Cleaner(RepeatingThread):
             if missing_bytes <= 0:
                 return 0.0
             needed, now_s = self.needed() | named, time.time()
-            own = [f for f in self.stored() if f.owner == owner and f.name not in needed]
+            own = [f for f in self.stored() if owner in f.owners and f.name not in needed]
             for file in sorted(own, key=lambda file: file.due_s):
                 if file.due_s > now_s or self._remove(file, owner=owner):
                     missing_bytes -= file.size_bytes
@@ -141,7 +141,7 @@ class Cleaner(RepeatingThread):
                         f"job {job_id} needs blob {digest[:12]}…: wait for its end, or cancel it; "
                         f"a run's step that is made needs it until later states are on disk"
                     )
-            blob = Stored("blob", digest, owner, file.size_bytes, file.used_s)
+            blob = Stored("blob", digest, (owner,), file.size_bytes, file.used_s)
             self._remove(blob, owner=owner)
 
     def stored(self, *, owned: bool = True) -> Iterator[Stored]:
@@ -155,14 +155,13 @@ class Cleaner(RepeatingThread):
             of = {record.id: record for record in records}
             for name, file in some:
                 record = of.get(name)
-                owner = record.owner if record else ""
+                whose = (record.owner,) if record else ()
                 settled = record is not None and _was_read(file, record)
-                yield Stored("result", name, owner, file.size_bytes, file.used_s, settled)
-        for some in _pages(self._blobs.files()):
-            firsts = self._owners.firsts([name for name, _ in some]) if owned else {}
-            for name, file in some:
-                owner = firsts.get(name, "")
-                yield Stored("blob", name, owner, file.size_bytes, file.used_s, owned)
+                yield Stored("result", name, whose, file.size_bytes, file.used_s, settled)
+        owners = self._owners.owners() if owned else {}
+        for name, file in self._blobs.files():
+            whose = tuple(owners.get(name, ()))
+            yield Stored("blob", name, whose, file.size_bytes, file.used_s, owned)
 
     def needed(self) -> frozenset[str]:
         """Return the names of files that jobs still read."""
@@ -212,16 +211,15 @@ class Cleaner(RepeatingThread):
         return freed_bytes
 
     def _spent_files(self, owner: str, found: Spent) -> Iterator[Stored]:
-        firsts = self._owners.firsts(list(found.blobs))
-        uses = self._blobs.uses([name for name in found.blobs if firsts.get(name) == owner])
+        uses = self._blobs.uses(self._owners.owned_among(owner, found.blobs))
         for name, ended_s in found.blobs.items():
             file = uses.get(name)
             if file is not None and file.used_s <= ended_s:
-                yield Stored("blob", name, owner, file.size_bytes, file.used_s)
+                yield Stored("blob", name, (owner,), file.size_bytes, file.used_s)
         for record in found.results:
             file = self._results.use_of(record.id, attempt=record.attempt)
             if file is not None and file.read_only:
-                yield Stored("result", record.id, owner, file.size_bytes, file.used_s)
+                yield Stored("result", record.id, (owner,), file.size_bytes, file.used_s)
 
     def _keep_quotas(self) -> None:
         """Remove what owners have above the quota: results count, which are not refused."""
@@ -243,6 +241,11 @@ class Cleaner(RepeatingThread):
     def _taken(self) -> Counter[str]:
         """Return what everybody's blobs and results take."""
         return Counter(self._owners.totals()) + Counter(self._records.result_bytes())
+
+    def _counted_bytes(self) -> int:
+        """Return what all blobs and results take that somebody has."""
+        blob_bytes = sum(self._owners.sizes().values())
+        return blob_bytes + sum(self._records.result_bytes().values())
 
     def _limits(self, there_bytes: int) -> Limits:
         there_is_bytes = there_bytes + self._blobs.room.left_bytes()

@@ -16,7 +16,7 @@ enough. Those of whoever has most jobs go, oldest first: others keep theirs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final, Literal
@@ -37,7 +37,7 @@ class Stored:
 
     Attributes:
         name: a result's job id, or a blob's digest.
-        owner: against whom it counts; "" where that does not matter or nobody is known.
+        owners: against whom it counts; empty where that does not matter or nobody is known.
         used_s: when it was last used, in seconds since 1970.
         settled: whether it can be sent or computed again and nobody waits to read it: a blob, or a
             result that was read.
@@ -45,7 +45,7 @@ class Stored:
 
     kind: Literal["result", "blob"]
     name: str
-    owner: str
+    owners: Sequence[str]
     size_bytes: int
     used_s: float
     settled: bool = False

@@ -35,7 +35,7 @@ def _note_results(box: Backing) -> int:
 def _note_blobs(box: Backing) -> int:
     if not box.blobs.room.folder.is_dir():
         return 0
-    known = list(box.owners.known())
+    known = list(box.owners.sizes())
     there = box.blobs.uses(known)
     gone = [name for name in known if name not in there]
     for name in gone:

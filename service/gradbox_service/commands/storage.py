@@ -196,7 +196,8 @@ def _print_files(files: Sequence[Stored]) -> None:
     for file in files:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(file.used_s))
         size = in_units(file.size_bytes)
-        print(f"{file.kind:6} {file.name}  {size:>10}  {used}  {printable(file.owner)}")
+        owners = printable(", ".join(file.owners))
+        print(f"{file.kind:6} {file.name}  {size:>10}  {used}  {owners}")
 
 
 def _chosen(
@@ -208,6 +209,6 @@ def _chosen(
         for file in sorted(cleaner.stored(), key=lambda file: file.used_s)
         if file.used_s < before_s
         and file.name not in needed
-        and owner in (None, file.owner)
+        and (owner is None or owner in file.owners)
         and only in (None, f"{file.kind}s")
     ]
