@@ -191,7 +191,7 @@ def small_jobs_section(found: SmallJobs) -> str:
     per_half = found.steps.num_requests / 2
     bars = [
         (found.submit.num_requests <= 2, "a small job takes 2 requests at most"),
-        (found.run.num_commands <= 60, "and 60 Redis commands"),
+        (found.run.num_commands <= 30, "and 30 Redis commands"),
         (found.run.median_ms <= 10, "its median is within 10 ms"),
         (found.run.p95_ms <= 20, "its 95th percentile is within 20 ms"),
         (found.rate_one >= 150, f"{AT_ONCE} at once: 150 jobs/s from one thread"),

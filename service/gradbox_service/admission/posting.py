@@ -216,8 +216,8 @@ def queue(
         Outdated: what must hold for `beside` does not.
     """
     box, settings, owner = at.box, at.settings, sent.caller.name
-    standing = box.fleet.standing(owner)
-    _check_box(spec, standing, owner=owner, box=box, quota=at.quota, settings=settings)
+    standing = box.fleet.standing()
+    _check_box(spec, standing, owner=owner, at=at)
     headers = checked(sent.blobs, limit_bytes=settings.max_blob_bytes)
     with (
         taking(sent.blobs, owner=owner, box=box, quota=at.quota) as write_blobs,
@@ -275,9 +275,7 @@ def _check_box(
     standing: Standing,
     *,
     owner: str,
-    box: Backing,
-    quota: Quota,
-    settings: Settings,
+    at: Admission,
 ) -> None:
     """Check that the box takes another job of the owner."""
     operation = standing.operation
@@ -286,11 +284,12 @@ def _check_box(
             f"this box is {operation}; it takes no new jobs, those that wait stay where "
             f"they are: submit again once it is back"
         )
-    memory = box.records.memory(within_s=MEMORY_S)
-    check_room(memory, box.blobs.room)
-    check_leaves_room(owner, memory=memory, records=box.records)
-    quota.check(spec, owner=owner)
-    check_queue(standing.num_active, settings=settings)
+    records = at.box.records
+    memory = records.memory(within_s=MEMORY_S)
+    check_room(memory, at.box.blobs.room)
+    check_leaves_room(owner, memory=memory, records=records)
+    at.quota.check(spec, owner=owner)
+    check_queue(at.dispatcher.num_active(owner), settings=at.settings)
 
 
 def _admitted(

@@ -155,7 +155,7 @@ class Cleaner(RepeatingThread):
             of = {record.id: record for record in records}
             for name, file in some:
                 record = of.get(name)
-                whose = (record.owner,) if record else ()
+                whose: tuple[str, ...] = (record.owner,) if record else ()
                 settled = record is not None and _was_read(file, record)
                 yield Stored("result", name, whose, file.size_bytes, file.used_s, settled)
         owners = self._owners.owners() if owned else {}

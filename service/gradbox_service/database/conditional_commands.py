@@ -20,7 +20,7 @@ Made = TypeVar("Made")
 
 # KEYS: keys of strings. ARGV: what each of them must hold, "" for one that must not be there; then
 # each command as the number of its words, and the words. One that begins with IF_ONE runs if the
-# command before it answered 1.
+# command before it answered 1. A SET with NX that finds its key there ends them, so it comes first.
 SCRIPT: Final = """
 for i, key in ipairs(KEYS) do
     if (redis.call('GET', key) or '') ~= ARGV[i] then return 0 end
@@ -31,6 +31,7 @@ while at <= #ARGV do
     local name = ARGV[at + 1]
     if string.sub(name, 1, 1) ~= '?' then
         answer = redis.call(unpack(ARGV, at + 1, last))
+        if not answer then return 0 end
     elseif answer == 1 then
         redis.call(string.sub(name, 2), unpack(ARGV, at + 2, last))
     end

@@ -74,10 +74,9 @@ class WorkerPresence(BaseModel):
 
 @dataclass(frozen=True)
 class Standing:
-    """What a job that is posted meets: the box's mode, the owner's other jobs, the workers."""
+    """What a job that is posted meets: the box's mode, and the workers."""
 
     operation: OperationView
-    num_active: int
     workers: Sequence[WorkerPresence]
 
 
@@ -139,19 +138,16 @@ class Fleet:
         """Return how often workers have been asked to read their models file again."""
         return int(cast("bytes | None", self._redis.get(RELOADS)) or 0)
 
-    def standing(self, owner: str) -> Standing:
-        """Return what a job that an owner posts meets, in one round trip.
+    def standing(self) -> Standing:
+        """Return what a job that is posted meets, in one round trip.
 
         A worker that is new counts within `NAMES_S`.
         """
         if not self._names or time.monotonic() - self._names_read_s > NAMES_S:
             self.workers()
-        names = self._names
-        with self._redis.pipeline(transaction=False) as pipe:
-            pipe.mget([OPERATION, *(_presence_key(name) for name in names)])
-            pipe.zcard(changes.active_key(owner))
-            (operation, *found), num_active = pipe.execute()
-        return Standing(read_operation(operation), num_active, _all_parsed(found))
+        keys = [OPERATION, *(_presence_key(name) for name in self._names)]
+        operation, *found = cast("list[bytes | None]", self._redis.mget(keys))
+        return Standing(read_operation(operation), _all_parsed(found))
 
     def workers(self) -> Sequence[WorkerPresence]:
         """Return the live workers by name."""

@@ -81,7 +81,8 @@ class Change:
         of = self.record
         if self.kind != "state" or of is None:
             return False
-        return of.attempt == 0 or (of.attempt == 1 and of.state is JobState.RUNNING)
+        runs_first = of.attempt == 1 and of.state is JobState.RUNNING
+        return of.attempt == 0 or runs_first or of.unsaid
 
     @property
     def event(self) -> Event | None:
@@ -97,12 +98,8 @@ def state_event(event_id: str, record: JobRecord, position: QueuePosition | None
     return Event(event_id, "state", view.model_dump_json(), record.state.final)
 
 
-def write(pipe: Pipeline, before: JobRecord | None, after: JobRecord, *, said: bool = True) -> None:
-    """Store a record in place of its predecessor, and say what changed.
-
-    Args:
-        said: whether the readers of changes are to hear of it.
-    """
+def write(pipe: Pipeline, before: JobRecord | None, after: JobRecord) -> None:
+    """Store a record in place of its predecessor, and say what changed, unless it is `unsaid`."""
     text = after.to_json()
     pipe.set(job_key(after.id), text)
     if before is None or before.state is not after.state:
@@ -111,12 +108,16 @@ def write(pipe: Pipeline, before: JobRecord | None, after: JobRecord, *, said: b
     charge = charge_of(before, after, now_s=time.time())
     if charge is not None:
         usage.write(pipe, charge)
-    if not said or (before is not None and before.state.final):
+    if before is not None and before.state.final:
         return  # a result may be deleted then; the final state is said once, and comes last
-    if before is not None and replace(before, progress=after.progress) == after and after.progress:
-        append_change(pipe, after.id, "progress", progress=after.progress.model_dump_json())
+    if after.unsaid and not after.state.final:
         return
-    append_change(pipe, after.id, "state", final=after.state.final, record=text)
+    progress = after.progress
+    goes_on = before is not None and replace(before, progress=progress, unsaid=False) == after
+    if not (goes_on and progress) or (before is not None and before.unsaid):
+        append_change(pipe, after.id, "state", final=after.state.final, record=text)
+    if goes_on and progress:
+        append_change(pipe, after.id, "progress", progress=progress.model_dump_json())
 
 
 def _index(pipe: Pipeline, before: JobRecord | None, after: JobRecord) -> None:

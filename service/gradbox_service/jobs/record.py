@@ -105,6 +105,9 @@ class JobRecord:
     idempotency_key: str = ""
     # The parent of the job's spans, see `gradbox.spans`.
     traceparent: str | None = None
+    # Handed out as it was posted, and nothing is said of it yet: that is a worker's who looks after
+    # it, or its end comes first.
+    unsaid: bool = False
     # Of this class; a record of a later one is not read.
     version: int = VERSION
 
@@ -112,11 +115,7 @@ class JobRecord:
         """Raises:
         ValueError: a later version of gradbox wrote the record.
         """
-        if self.version > VERSION:
-            raise ValueError(
-                f"expected a record of version {VERSION} or earlier, got {self.version}: a later "
-                f"gradbox wrote it"
-            )
+        refuse_later(self.version, newest=VERSION)
 
     @property
     def result_bytes(self) -> int:
@@ -139,7 +138,11 @@ class JobRecord:
 
     def advance(self, *, attempt: int, progress: ProgressView) -> JobRecord | None:
         """Note how far the attempt is."""
-        return replace(self, progress=progress) if self.held_by(attempt) else None
+        return replace(self, progress=progress, unsaid=False) if self.held_by(attempt) else None
+
+    def say_running(self, *, attempt: int) -> JobRecord | None:
+        """Let those who watch the job know that the attempt runs, if they don't."""
+        return replace(self, unsaid=False) if self.unsaid and self.held_by(attempt) else None
 
     def finish(self, *, attempt: int, result: ResultView, now_s: float) -> JobRecord | None:
         """End the job with a result file that is in its place, and with all its shards done."""
@@ -178,7 +181,7 @@ class JobRecord:
         """
         if not self.held_by(attempt):
             return None
-        lost = replace(self, losses=self.losses + 1, progress=None, last_fault=fault)
+        lost = replace(self, losses=self.losses + 1, progress=None, last_fault=fault, unsaid=False)
         if self.cancel_requested:
             return replace(lost, state=JobState.CANCELLED, finished_s=now_s)
         if lost.losses < self.max_attempts:
@@ -198,14 +201,14 @@ class JobRecord:
             return None
         if self.cancel_requested:
             return self.cancelled(attempt=attempt, now_s=now_s)
-        return replace(self, state=JobState.QUEUED, progress=None)
+        return replace(self, state=JobState.QUEUED, progress=None, unsaid=False)
 
     def request_cancel(self, *, now_s: float) -> JobRecord | None:
         """Cancel the job if it waits; ask its worker to stop it if it runs."""
         if self.state is JobState.QUEUED:
             return replace(self, state=JobState.CANCELLED, cancel_requested=True, finished_s=now_s)
         if self.state is JobState.RUNNING and not self.cancel_requested:
-            return replace(self, cancel_requested=True)
+            return replace(self, cancel_requested=True, unsaid=False)
         return None
 
     def drop_result(self, *, now_s: float) -> JobRecord | None:
@@ -224,7 +227,9 @@ class JobRecord:
             started_s=None,
             finished_s=None,
             cancel_requested=False,
+            progress=None,
             error=None,
+            result=None,
         )
 
     @property
@@ -263,6 +268,17 @@ class JobRecord:
         ValueError: these are not the bytes of a record that this version reads.
         """
         return _RECORD.validate_json(text)
+
+
+def refuse_later(version: int, *, newest: int) -> None:
+    """Raises:
+    ValueError: a later version of gradbox wrote the record.
+    """
+    if version > newest:
+        raise ValueError(
+            f"expected a record of version {newest} or earlier, got {version}: a later gradbox "
+            f"wrote it"
+        )
 
 
 # What the wire calls as the record does.

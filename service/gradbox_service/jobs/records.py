@@ -117,22 +117,22 @@ class Records:
             Outdated: what must hold for `beside` does not.
         """
         beside = beside or Beside()
-        if idempotency_key:
-            record = replace(record, idempotency_key=idempotency_key)
-        key = record.idempotency_key
+        key = idempotency_key or record.idempotency_key
+        # Who hands a job out knows of it.
+        record = replace(record, idempotency_key=key, unsaid=turns is not None)
         posted = posted_key(record.owner, key) if key else None
         # Also without a key: if the answer is lost the script is sent again, and by then a worker
         # may have begun the job.
-        where: dict[str, bytes | str] = {posted or job_key(record.id): ""}
+        where: dict[str, bytes | str] = {} if posted else {job_key(record.id): ""}
         while True:
             pipe = self._redis.pipeline()
             if posted:
-                pipe.set(posted, f"{record.id} {record.spec_digest}", ex=KEY_LIFETIME_S)
+                stored = f"{record.id} {record.spec_digest}"
+                pipe.set(posted, stored, ex=KEY_LIFETIME_S, nx=posted not in where)
             pipe.set(spec_key(record.id), spec.model_dump_json())
             pipe.sadd(changes.OWNERS, record.owner)
             pipe.zadd(owner_key(record.owner), {record.id: record.created_s})
-            # Who hands a job out knows of it, and its begin is said within a moment.
-            changes.write(pipe, None, record, said=turns is None)
+            changes.write(pipe, None, record)
             beside.write(pipe)
             if turns is not None:
                 turns.push(pipe, Turn(record.id, record.attempt + 1), worker=worker)
@@ -254,12 +254,16 @@ class Records:
         record = self.get(job_id)
         if record is None:
             return []
+        posted_id = f"{int(record.created_s * 1000)}-0"
+        posted = changes.state_event(posted_id, record.as_posted())
+        if record.unsaid and not record.state.final:
+            now = changes.state_event(f"{posted_id[:-1]}1", record)
+            return [event for event in (posted, now) if parse_id(event.id) > parse_id(after)]
         found, newest, whole = self._kept_changes(job_id, after=parse_id(after))
         events = [change.event or changes.state_event(change.id, record) for change in found]
         first = found[0].record if found and found[0].begins else None
         if first is not None and first.state is not JobState.QUEUED:
-            event = changes.state_event(f"{int(first.created_s * 1000)}-0", first.as_posted())
-            return [event, *events] if parse_id(event.id) > parse_id(after) else events
+            return [posted, *events] if parse_id(posted_id) > parse_id(after) else events
         if whole or any(event.kind == "state" for event in events):
             return events
         if record.finished_s is None:

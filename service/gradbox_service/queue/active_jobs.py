@@ -53,6 +53,10 @@ class ActiveJobs:
     def ids(self) -> Set[str]:
         return self.waiting.records.keys() | self._fed.keys() | self._running.keys()
 
+    def num_of(self, owner: str) -> int:
+        """Return how many jobs of an owner are here; another thread may call it."""
+        return self._num_of.get(owner, 0)
+
     def get(self, job_id: str) -> JobRecord | None:
         """Return a job's record, if it is here."""
         return self._running.get(job_id) or self.queued(job_id)

@@ -122,6 +122,10 @@ class Dispatcher(RepeatingThread):
         finally:
             self._state.release()
 
+    def num_active(self, owner: str) -> int:
+        """Return how many of an owner's jobs wait or run: those known here where this leads."""
+        return self.jobs.num_of(owner) if self.leads else self._box.records.num_active(owner)
+
     def prefers(self, last: JobRecord) -> str:
         """Return the worker that ran a job if it idles since, for a job that `hands_out` fed.
 

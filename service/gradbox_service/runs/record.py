@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pydantic import TypeAdapter
 
 from gradbox.protocol import RunSpec, RunView, SaveView, StepView
+from gradbox_service.jobs.record import refuse_later
 
 VERSION = 1
 
@@ -56,11 +57,7 @@ class RunRecord:
         """Raises:
         ValueError: a later version of gradbox wrote the record.
         """
-        if self.version > VERSION:
-            raise ValueError(
-                f"expected a run's record of version {VERSION} or earlier, got {self.version}: a "
-                f"later gradbox wrote it"
-            )
+        refuse_later(self.version, newest=VERSION)
 
     @property
     def used_s(self) -> float:

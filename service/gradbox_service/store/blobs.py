@@ -123,7 +123,7 @@ class BlobStore:
 
     def headers(self, digests: Collection[str]) -> dict[str, SafetensorsHeader]:
         """Return the headers of the blobs that are here and undamaged. Whoever asks uses them."""
-        small = self._small.read_many(list(digests), used=digests)
+        small = self._small.read_many(list(digests), used=True)
         found = {digest: self._header(digest, small.get(digest)) for digest in digests}
         return {digest: header for digest, header in found.items() if header is not None}
 

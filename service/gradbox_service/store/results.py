@@ -59,7 +59,9 @@ class ResultStore:
             fetched: those that are for their jobs' owners.
         """
         names = {_name(*job): job[0] for job in jobs}
-        found = self._small.read_many(list(names), fetched=[_name(*job) for job in fetched])
+        sent = [_name(*job) for job in fetched]
+        found = self._small.fetch_many(sent)
+        found |= self._small.read_many([n for n in names if n not in found], used=False)
         return {names[name]: content for name, content in found.items()}
 
     def open(self, job_id: str, *, attempt: int) -> BinaryIO:

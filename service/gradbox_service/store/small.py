@@ -1,8 +1,8 @@
 """Small files in Redis: no job waits for a disk, and none of its own is on one.
 
-    gradbox:small:KIND:NAME     the bytes
+    gradbox:small:KIND:NAME     the bytes; it expires, years later, once they were sent whole to
+                                whom they are for: so the read notes that
     gradbox:small:KIND          zset: name → when it was last used, in seconds since 1970
-    gradbox:fetched:KIND        the same of those that were sent whole to whom they are for
 
 They are written by the transaction that makes them count, so they are there whole or not at all,
 and go into Redis's own file with it. What is kept for longer than `KEPT_S` moves to the data folder
@@ -30,14 +30,15 @@ KEPT_IF_FULL_S: Final = 30.0
 # It does once it takes more than the third part of what it may.
 FULL_FACTOR: Final = 3
 PAGE: Final = 500
-# KEYS: the bytes, the two sets; ARGV: the name, and since when it was not used.
+# So long after it was sent a file would expire, were it not in the data folder by then.
+EXPIRES_S: Final = 10 * 365 * 24 * 3600
+# KEYS: the bytes, the set; ARGV: the name, and since when it was not used.
 REMOVE: Final = (
     OVER_BOUND
     + """
 local used = redis.call('ZSCORE', KEYS[2], ARGV[1])
 if not used or tonumber(used) > tonumber(ARGV[2]) then return 0 end
 redis.call('ZREM', KEYS[2], ARGV[1])
-redis.call('ZREM', KEYS[3], ARGV[1])
 return redis.call('DEL', KEYS[1])
 """
 )
@@ -49,7 +50,6 @@ class SmallFiles:
     def __init__(self, connection: redis.Redis | None, kind: Literal["blob", "result"]) -> None:
         self._redis = connection
         self._used = f"gradbox:small:{kind}"
-        self._fetched = f"gradbox:fetched:{kind}"
         self._remove = None if connection is None else connection.register_script(REMOVE)
 
     def take(self, num_bytes: int) -> bool:
@@ -67,35 +67,40 @@ class SmallFiles:
             return None
         return cast("bytes | None", self._redis.get(self._key(name)))
 
-    def read_many(
-        self, names: Sequence[str], *, used: Collection[str] = (), fetched: Collection[str] = ()
-    ) -> dict[str, bytes]:
+    def read_many(self, names: Sequence[str], *, used: bool) -> dict[str, bytes]:
         """Return those of some files that are here.
 
         Args:
-            used: those that are used now.
-            fetched: those that are sent whole to whom they are for, which is their last use.
+            used: whether that is a use of them.
         """
         if self._redis is None or not names:
             return {}
         with self._redis.pipeline(transaction=False) as pipe:
             # A use is noted first: whoever removes files either sees it or has removed them.
             if used:
-                pipe.zadd(self._used, dict.fromkeys(used, time.time()), xx=True)
-            if fetched:
-                pipe.zadd(self._fetched, dict.fromkeys(fetched, time.time()))
+                pipe.zadd(self._used, dict.fromkeys(names, time.time()), xx=True)
             pipe.mget([self._key(name) for name in names])
             found = zip(names, pipe.execute(raise_on_error=False)[-1], strict=True)
         return {name: content for name, content in found if content is not None}
 
+    def fetch_many(self, names: Sequence[str]) -> dict[str, bytes]:
+        """Return those of some files that are here, and note that they are sent, see `FileUse`."""
+        if self._redis is None or not names:
+            return {}
+        with self._redis.pipeline(transaction=False) as pipe:
+            for name in names:
+                pipe.getex(self._key(name), ex=EXPIRES_S)
+            found = zip(names, pipe.execute(), strict=True)
+        return {name: content for name, content in found if content is not None}
+
     def use(self, name: str) -> bytes | None:
         """Return a file, and note that it is used now; None if it is not here."""
-        return self.read_many([name], used=[name]).get(name)
+        return self.read_many([name], used=True).get(name)
 
     def note_fetched(self, name: str) -> None:
         """Note that a file was sent whole to whom it is for."""
         if self._redis is not None:
-            self._redis.zadd(self._fetched, {name: time.time()})
+            self._redis.expire(self._key(name), EXPIRES_S)
 
     def uses(self, names: Collection[str]) -> Mapping[str, FileUse]:
         """Return the size and last use of each file that is here; to ask is no use."""
@@ -105,12 +110,12 @@ class SmallFiles:
             for name in names:
                 pipe.strlen(self._key(name))
                 pipe.zscore(self._used, name)
-                pipe.zscore(self._fetched, name)
+                pipe.expiretime(self._key(name))
             found = pipe.execute()
         of = zip(names, found[::3], found[1::3], found[2::3], strict=True)
         return {
-            name: FileUse(size, max(used, fetched or 0.0), used, read_only=fetched is not None)
-            for name, size, used, fetched in of
+            name: FileUse(size, max(used, expires_s - EXPIRES_S), used, read_only=expires_s > 0)
+            for name, size, used, expires_s in of
             if size and used is not None
         }
 
@@ -127,7 +132,7 @@ class SmallFiles:
         """Remove a file unless it was used after a time; return whether it went."""
         if self._remove is None:
             return False
-        keys = [self._key(name), self._used, self._fetched]
+        keys = [self._key(name), self._used]
         return bool(self._remove(keys=keys, args=[name, repr(unused_since_s)]))
 
     def write_out(self, write: Callable[[str, bytes, FileUse], None]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from typing import Final
 
 from gradbox.protocol import ProgressView
@@ -119,7 +120,7 @@ class AttemptWatch:
         self._phase_began_at = 0
 
     def look(self, step: JobStep | None) -> None:
-        """Keep the lease, find out whether the job is to stop, and publish its progress.
+        """Keep the lease, find out whether the job is to stop, and let others know how far it is.
 
         Args:
             step: the last step that the process has noted.
@@ -130,6 +131,9 @@ class AttemptWatch:
                 held.job_id, attempt=held.attempt, lease_s=self._patience.lease_s
             )
             self._find_stop(record)
+            if record is not None and record.unsaid:
+                say = partial(JobRecord.say_running, attempt=held.attempt)
+                self._records.update(held.job_id, say, since=record)
         if step is not None and step != self._published:
             with unless_refused("job %s: its progress is not noted", held.job_id):
                 self._publish(step)
