@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -98,8 +98,13 @@ def arithmetic(precision: Precision) -> Iterator[None]:
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
-    """Return the autocast state of one call of the model: the same in both passes."""
+    """Return the autocast state of the model's calls: the same in both passes.
+
+    Nothing is switched where none is wanted and the caller has none either.
+    """
     dtype = AUTOCAST.get(precision)
+    if dtype is None and not torch.is_autocast_enabled(device.type):
+        return nullcontext()
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 

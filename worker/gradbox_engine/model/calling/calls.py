@@ -69,6 +69,7 @@ class ModelCalls:
         self._entries = [entry_point(model, g.method, f"group {g.name!r}") for g in groups]
         self._device = device
         self._differentiated = differentiated
+        self._autocast = autocast(options.precision, device)  # entered in each call
         self._taps = Taps(model, options.penalties)
         by_sample = options.streams == "sample"
         self._by_sample = SampleStreams(model, groups, seed=options.seed) if by_sample else None
@@ -94,9 +95,8 @@ class ModelCalls:
         self.begin(position)
         with (
             blaming("the model", self.where(position), model=self._model, arguments=arguments),
-            torch.enable_grad(),
             self._drawing(position),
-            autocast(self._options.precision, self._device),
+            self._autocast,
             self._taps.hooked(with_values=with_penalties) as tapped,
         ):
             with torch.enable_grad():  # the model may leave it switched off
@@ -104,7 +104,10 @@ class ModelCalls:
             if readout is not None:
                 output = self._brought(value)
                 given = {"output": output, "inputs": arguments}
-                with blaming("the readout", self.where(position), arguments=given):
+                with (
+                    blaming("the readout", self.where(position), arguments=given),
+                    torch.enable_grad(),
+                ):
                     value = readout(output, arguments)
         source = "model" if readout is None else "readout"
         outputs = as_outputs(value, source=source)

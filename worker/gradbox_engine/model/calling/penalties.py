@@ -23,14 +23,14 @@ parameters of the penalty's own, which are held constant. Not noticed: a tap ove
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
 
 from gradbox_engine.errors import BadOutput, BadPenalty
 from gradbox_engine.model.calling.blame import blaming
@@ -117,12 +117,22 @@ class Tapped:
 
     An edge is the tap's place in the graph, None where nothing below requires grad. The graph's
     hooks hold the taps, so these do not hold the edges: such a cycle would never be freed.
+
+    As a context it removes the forward hooks that collect them, at the end of the call.
     """
 
     def __init__(self, *, with_values: bool) -> None:
         self.with_values = with_values
         self.taps: list[tuple[Tap, GradientEdge | None]] = []
         self.values: list[Tensor] = []
+        self.hooks: list[RemovableHandle] = []
+
+    def __enter__(self) -> Tapped:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self.hooks:
+            hook.remove()
 
 
 class Taps:
@@ -138,19 +148,13 @@ class Taps:
         self._sites = [_site(model, penalty) for penalty in penalties]
         self._copied: set[int] = set()
 
-    @contextmanager
-    def hooked(self, *, with_values: bool) -> Iterator[Tapped]:
-        """Register forward hooks that collect the taps, until this ends."""
+    def hooked(self, *, with_values: bool) -> Tapped:
+        """Register forward hooks that collect the taps, until the context ends that this is."""
         tapped = Tapped(with_values=with_values)
-        handles = [
-            module.register_forward_hook(partial(self._tap, index, element, tapped))
-            for index, (module, element) in enumerate(self._sites)
-        ]
-        try:
-            yield tapped
-        finally:
-            for handle in handles:
-                handle.remove()
+        for index, (module, element) in enumerate(self._sites):
+            hook = partial(self._tap, index, element, tapped)
+            tapped.hooks.append(module.register_forward_hook(hook))
+        return tapped
 
     def all_intact(self, tapped: Tapped) -> bool:
         """Return whether the taps of a finished call still have their values.

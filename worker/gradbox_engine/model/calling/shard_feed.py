@@ -96,7 +96,10 @@ class ShardFeed:
     def _load(self, position: Position) -> dict[str, Any]:
         shard = self._groups[position.group].shards[position.shard]
         self._check_names(position, shard)
-        return {name: tree_map(self._move, value) for name, value in shard.items()}
+        return {
+            name: self._move(value) if isinstance(value, Tensor) else tree_map(self._move, value)
+            for name, value in shard.items()
+        }
 
     def _move(self, value: Any) -> Any:
         if not isinstance(value, Tensor):

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -111,7 +112,7 @@ class _Generator(NamedTuple):
     seed: Callable[[int], object]
 
 
-_ON_HOST: Final = (
+_ON_HOST: Final[tuple[_Generator, ...]] = (
     _Generator(random.getstate, random.setstate, random.seed),
     _Generator(
         torch.default_generator.get_state,
@@ -121,14 +122,19 @@ _ON_HOST: Final = (
 )
 
 
-def _generators() -> Iterator[_Generator]:
+def _generators() -> tuple[_Generator, ...]:
     """Return all global generators but NumPy's."""
-    yield from _ON_HOST
+    found = _ON_HOST
     cuda, mps = torch.cuda, torch.mps
     if cuda.is_initialized():  # type: ignore[no-untyped-call]  # asking would otherwise start it
-        yield _Generator(cuda.get_rng_state_all, cuda.set_rng_state_all, cuda.manual_seed_all)
-    if torch.backends.mps.is_available():
-        yield _Generator(mps.get_rng_state, mps.set_rng_state, mps.manual_seed)
+        of_cuda = cuda.get_rng_state_all, cuda.set_rng_state_all, cuda.manual_seed_all
+        found = (*found, _Generator(*of_cuda))
+    if _mps_is_available():
+        found = (*found, _Generator(mps.get_rng_state, mps.set_rng_state, mps.manual_seed))
+    return found
+
+
+_mps_is_available = cache(torch.backends.mps.is_available)
 
 
 @dataclass(eq=False)

@@ -108,11 +108,14 @@ class RegisteredBuffers:
         self._changing: set[int] = set()  # packed in each state
         self.first = self.take(None)
 
-    @torch.no_grad()
     def take(self, previous: BufferNumbers | None) -> BufferNumbers:
         """Return the numbers now, sharing with `previous` what did not change."""
         if previous is not None and not self._buffers:
             return previous
+        with torch.no_grad():
+            return self._taken(previous)
+
+    def _taken(self, previous: BufferNumbers | None) -> BufferNumbers:
         if previous is not None:
             self._changing.update(previous.share())
         apart: dict[int, Tensor] = {}
@@ -139,11 +142,13 @@ class RegisteredBuffers:
             numbers.compare_later(previous, compare)
         return numbers
 
-    @torch.no_grad()
     def restore(self, numbers: BufferNumbers) -> None:
         """Give every buffer the numbers it had, no graph, and the version that graphs saved."""
-        if not self._buffers:
-            return
+        if self._buffers:
+            with torch.no_grad():
+                self._restore(numbers)
+
+    def _restore(self, numbers: BufferNumbers) -> None:
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for index, value in numbers.values.items():

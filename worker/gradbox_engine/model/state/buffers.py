@@ -22,7 +22,7 @@ the model's.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple, NoReturn
 
@@ -177,16 +177,16 @@ class Buffers:
         self._registered.buffers.restore(snapshot.numbers)
         self._cut_graphs(snapshot.carrying)
 
-    @contextmanager
-    def left_out_undone(self) -> Iterator[None]:
+    def left_out_undone(self) -> AbstractContextManager[None]:
         """Put what states leave out back to what it is now, on the way out, where order counts.
 
         No `restore` does, and the backward pass of a reentrant checkpoint calls the model again:
         the next shard would find what that left.
         """
-        if not self.beyond.in_order:
-            yield
-            return
+        return self._undone() if self.beyond.in_order else nullcontext()
+
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
         now = ModelState(self._model)
         yield
         now.restore(AS_REGISTERED)

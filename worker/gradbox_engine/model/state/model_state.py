@@ -149,7 +149,10 @@ class ModelState:
     def state(self) -> State:
         """Return what differs after a shard, and bind tensors that came since to copies."""
         changed = {id(inside.owner): inside.again() for inside in self._changed()}
-        came = self._came_since(changed.values()) if changed else {}
+        if not changed:  # as by most models
+            self._note([])
+            return AS_REGISTERED
+        came = self._came_since(changed.values())
         keepable = partial(self._is_keepable, came=came)
         left: list[LeftOut] = []
         for key, inside in changed.items():
