@@ -8,10 +8,11 @@ export HF_HUB_OFFLINE := 1
 # Else each of the hundreds of processes that the tests start compiles the sources once more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup browser demo docs test test-slow test-oldest chaos containers check format bench wheels cuda clean
+.PHONY: setup browser demo docs test test-slow test-oldest chaos chaos-training containers check format bench wheels cuda clean
 
-# How long `make chaos` runs, and what it draws by; without a seed one is drawn and printed.
+# How long `make chaos` and `make chaos-training` run, and what they draw by; without a seed one is drawn and printed.
 MINUTES ?= 5
+RUNS    ?= 20
 SEED    ?=
 
 setup: $(STAMP)
@@ -52,6 +53,10 @@ test-oldest:
 
 chaos: $(STAMP)
 	$(BIN)/python -m proofs.chaos --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+
+# The same bits after runs are trained while processes of their box are killed: about a minute a run.
+chaos-training: $(STAMP)
+	$(BIN)/python -m proofs.chaos.training --runs $(RUNS) $(if $(SEED),--seed $(SEED))
 
 # The images built and started for real: by docker or podman, else (as root) by buildah and debootstrap.
 containers: $(STAMP)

@@ -5,5 +5,6 @@
     cuda          everything that only a GPU can show, and a report of it
     containers    the images, built and started for real
 
-Each is run by `python -m proofs.NAME`. What they compute is checked against the tables of tests/.
+Each is run by `python -m proofs.NAME`, and `chaos.training` beside them: runs that are trained
+while parts of their box are killed. What they compute is checked against the tables of tests/.
 """

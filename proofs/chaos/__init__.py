@@ -5,4 +5,7 @@ box as its users and its owner do: the command, HTTP, the client, signals, /proc
 folder. Reading order: `run` (what happens when), `faults` and `proxy` (what goes wrong), `problems`
 and `sessions` (who uses the box), `recovery` (how long it takes), `invariants` and `report` (what
 must hold). `box` and `processes` are the box that it happens to.
+
+`python -m proofs.chaos.training` uses the same box and faults on runs: their weights must come out
+as if nothing had happened.
 """

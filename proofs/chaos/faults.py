@@ -6,8 +6,10 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 from proofs.chaos.box import Box
@@ -15,7 +17,7 @@ from proofs.chaos.disk import filled
 from proofs.chaos.ledger import Ledger
 from proofs.chaos.processes import Process
 from proofs.chaos.proxy import Proxy
-from proofs.chaos.recovery import Observer, Recoveries
+from proofs.chaos.recovery import Log, Observer, Recoveries
 
 LONG_FREEZE_S: Final = 24.0
 """Longer than a worker's lease, and than `gradbox up` waits for a worker that says nothing."""
@@ -50,6 +52,25 @@ class Scene:
 
 Inject = Callable[[Scene], str | None]
 """Injects one fault and says what it hit; None where there was nothing to hit."""
+
+
+@contextmanager
+def acted_out(
+    folder: Path, *, owners: Sequence[str], num_workers: int, seed: int, verbose: bool
+) -> Iterator[Scene]:
+    """Run a box in a folder, with tokens for its users, and stop it whatever happens."""
+    with ExitStack() as stack:
+        box = Box(folder, num_workers=num_workers)
+        stack.callback(box.left_over)
+        stack.callback(box.stop)
+        box.start()
+        box.make_tokens(owners)
+        proxy = Proxy(box.port)
+        stack.callback(proxy.close)
+        observer = Observer(box)
+        stack.callback(observer.close)
+        recoveries = Recoveries(Log(verbose))
+        yield Scene(box, proxy, observer, Ledger(), recoveries, random.Random(seed))
 
 
 @dataclass(frozen=True)
@@ -235,11 +256,14 @@ WHOLE_BOX = (
     Fault("kill every process", 1, _kill_all),
     Fault("kill gradbox up", 1, _kill_up),
 )
-FAULTS = (
+KILLS = (
     Fault("kill a device", 4, _kill_device, _kill("device")),
     Fault("kill a worker", 3, _kill_worker, _kill("worker")),
     Fault("kill the service", 3, _kill_service, _kill("service")),
     Fault("kill valkey", 3, _kill_valkey, _kill("valkey")),
+)
+FAULTS = (
+    *KILLS,
     Fault("kill what stands beside a device", 1, _kill("beside"), _kill("beside")),
     Fault("freeze a device", 2, _freeze("device", 0.2, 3.0)),
     Fault("freeze a worker", 2, _freeze("worker", 0.2, 3.0)),
@@ -248,3 +272,8 @@ FAULTS = (
     Fault("freeze every process", 1, _freeze_all),
     CUT,
 )
+
+
+def drawn(rng: random.Random, among: Sequence[Fault]) -> Fault:
+    """Draw a fault by the weights."""
+    return rng.choices(among, weights=[fault.weight for fault in among])[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import random
 import tempfile
 import time
 from collections import Counter
@@ -12,17 +11,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from proofs.chaos import faults, invariants
-from proofs.chaos.box import Box
 from proofs.chaos.disk import small_disk
-from proofs.chaos.faults import Fault, Scene
+from proofs.chaos.faults import Fault, Scene, acted_out, drawn
 from proofs.chaos.invariants import Findings
 from proofs.chaos.ledger import Ledger
 from proofs.chaos.problems import know_the_answers
-from proofs.chaos.proxy import Proxy
-from proofs.chaos.recovery import Log, Observer, Recoveries
+from proofs.chaos.recovery import Recoveries
 from proofs.chaos.sessions import RESULT_WITHIN_S, Session
 
 NUM_SESSIONS = 5
@@ -79,22 +75,20 @@ def run(plan: Plan) -> Outcome:
         full_disk = plan.full_disk and stack.enter_context(small_disk(folder / "data", DISK_BYTES))
         if plan.full_disk and not full_disk:
             skipped.append("full disk: mounting a tmpfs takes root, this user may not")
-        box = Box(folder, num_workers=plan.num_workers)
-        stack.callback(box.left_over)
-        stack.callback(box.stop)
-        box.start()
-        box.make_tokens([f"user-{index}" for index in range(NUM_SESSIONS)])
-        proxy = Proxy(box.port)
-        stack.callback(proxy.close)
-        observer = Observer(box)
-        stack.callback(observer.close)
-        ledger, log = Ledger(), Log(plan.verbose)
-        recoveries = Recoveries(log)
-        scene = Scene(box, proxy, observer, ledger, recoveries, random.Random(plan.seed))
-        sessions = _sessions(box, proxy, ledger, seed=plan.seed)
+        scene = stack.enter_context(
+            acted_out(
+                folder,
+                owners=[f"user-{index}" for index in range(NUM_SESSIONS)],
+                num_workers=plan.num_workers,
+                seed=plan.seed,
+                verbose=plan.verbose,
+            )
+        )
+        box, ledger, recoveries = scene.box, scene.ledger, scene.recoveries
+        sessions = _sessions(scene, seed=plan.seed)
         for session in sessions:
             session.start()
-        injected = _inject(scene, plan, log, full_disk=bool(full_disk))
+        injected = _inject(scene, plan, full_disk=bool(full_disk))
         findings = Findings(never_recovered=recoveries.never)
         _finish(sessions, findings)
         jobs = invariants.states_when_settled(box, findings)
@@ -114,25 +108,25 @@ def run(plan: Plan) -> Outcome:
         skipped=skipped,
         seconds=time.monotonic() - begin,
         load=os.getloadavg(),
-        log=log.lines,
+        log=recoveries.log.lines,
     )
 
 
-def _sessions(box: Box, proxy: Proxy, ledger: Ledger, *, seed: int) -> list[Session]:
+def _sessions(scene: Scene, *, seed: int) -> list[Session]:
     return [
         Session(
             f"{seed}-{index}",
             owner=owner,
             token=token,
-            url=proxy.url,
+            url=scene.proxy.url,
             seed=f"{seed}/{owner}",
-            ledger=ledger,
+            ledger=scene.ledger,
         )
-        for index, (owner, token) in enumerate(box.tokens.items())
+        for index, (owner, token) in enumerate(scene.box.tokens.items())
     ]
 
 
-def _inject(scene: Scene, plan: Plan, log: Log, *, full_disk: bool) -> Counter[str]:
+def _inject(scene: Scene, plan: Plan, *, full_disk: bool) -> Counter[str]:
     """Inject faults until time is over, one after another or several at once."""
     injected: Counter[str] = Counter()
     begin = time.monotonic()
@@ -142,7 +136,7 @@ def _inject(scene: Scene, plan: Plan, log: Log, *, full_disk: bool) -> Counter[s
         if hit is None:
             return
         injected[fault.name] += 1
-        log.note(f"{fault.name}: {hit}")
+        scene.recoveries.log.note(f"{fault.name}: {hit}")
 
     while time.monotonic() - begin < plan.minutes * 60:
         if scene.recovering:
@@ -157,7 +151,7 @@ def _inject(scene: Scene, plan: Plan, log: Log, *, full_disk: bool) -> Counter[s
                 note(fault, hit)
             scene.watch_whole("all after a storm")
         else:
-            fault = _drawn(scene.rng, faults.FAULTS)
+            fault = drawn(scene.rng, faults.FAULTS)
             note(fault, fault.alone(scene))
         time.sleep(scene.rng.uniform(0.05, 0.4))
     for watch in scene.watches:
@@ -171,7 +165,7 @@ def _storm(scene: Scene) -> Iterator[tuple[Fault, str | None]]:
     """Inject several faults before the box is done with the first."""
     possible = [fault for fault in faults.FAULTS if fault.among is not None]
     for _ in range(scene.rng.randint(3, 6)):
-        fault = _drawn(scene.rng, possible)
+        fault = drawn(scene.rng, possible)
         assert fault.among is not None
         yield fault, fault.among(scene)
         time.sleep(scene.rng.uniform(0.0, 0.5))
@@ -187,18 +181,13 @@ def _rare(scene: Scene, plan: Plan, *, full_disk: bool) -> Iterator[Fault | None
         if kind is not None:
             due[kind] = time.monotonic() + every[kind]
         if kind == "box" and plan.whole_box:
-            yield _drawn(scene.rng, faults.WHOLE_BOX)
+            yield drawn(scene.rng, faults.WHOLE_BOX)
         elif kind == "freeze" and plan.whole_box:
             yield next(long_freezes)
         elif kind == "disk" and full_disk:
             yield faults.FULL_DISK
         else:
             yield None
-
-
-def _drawn(rng: random.Random, among: Any) -> Fault:
-    drawn: Fault = rng.choices(among, weights=[fault.weight for fault in among])[0]
-    return drawn
 
 
 def _finish(sessions: list[Session], findings: Findings) -> None:
