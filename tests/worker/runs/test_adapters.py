@@ -67,47 +67,61 @@ def test_steps_are_those_of_a_model_that_peft_adapts(device: Device) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-12)
 
 
-def test_runs_of_different_ranks_on_one_base_do_not_disturb_each_other(tmp_path: Path) -> None:
-    adapters = [
-        LoRASpec(rank=rank, alpha=8, targets=targets, dropout=0.1)
-        for rank, targets in ((2, ["query"]), (3, ["*"]), (1, ["key", "out"]))
-    ]
+EIGHT = [
+    LoRASpec(rank=rank, alpha=8, targets=targets, dropout=0.1)
+    for rank in (1, 2, 3, 5)
+    for targets in (["query"], ["*"])
+]
 
-    def trained(device: Device, which: list[int]) -> dict[int, dict[str, Tensor]]:
+
+def test_eight_runs_on_one_base_do_not_disturb_each_other(device: Device) -> None:
+    def trained(which: list[int]) -> dict[int, dict[str, Tensor]]:
+        device.restart()
         runs = {
-            i: device.begin("attention", adapter=adapters[i], optimizer=ADAM, seed=i) for i in which
+            i: device.begin("attention", adapter=EIGHT[i], optimizer=ADAM, seed=i) for i in which
         }
         if len(which) > 1:
             runs[9] = device.begin("attention", seed=9)  # and one that trains all of the model
-        for step in range(1, 5):
+        for step in range(1, 4):
             for i, run in runs.items():
                 device.step(run, shards_at(step + 10 * i))
         return {i: device.state(run) for i, run in runs.items()}
 
-    device = Device(tmp_path / "together")
     base = device.registry.get("attention").module
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
     flags = [parameter.requires_grad for parameter in base.parameters()]
-    together = trained(device, [0, 1, 2])
-    for i in (0, 1, 2):
-        assert same(together[i], trained(Device(tmp_path / str(i)), [i])[i])
+    together = trained([*range(8)])
+    for i in range(8):
+        assert same(together[i], trained([i])[i])
     after = base.state_dict()
     assert list(after) == list(before)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert [parameter.requires_grad for parameter in base.parameters()] == flags
 
 
-def test_the_base_is_there_once() -> None:
-    base = zoo.attention()
-    models = [adapted(base, LORA, seed=seed) for seed in range(8)]
+def test_the_base_is_there_once(device: Device) -> None:
+    for seed, lora in enumerate(EIGHT):
+        device.step(
+            device.begin("attention", adapter=lora, optimizer=ADAM, seed=seed), shards_at(1)
+        )
+    base = device.registry.get("attention").module
     shared = {parameter.data_ptr() for parameter in base.parameters()}
-    for model in models:
-        own = [p for p in model.parameters() if p.data_ptr() not in shared]
-        assert sum(p.numel() for p in own) == 2 * 2 * (5 + 6)
-    assert not torch.equal(
-        models[0].get_parameter("query.lora_A.default.weight"),
-        models[1].get_parameter("query.lora_A.default.weight"),
+    models = device.states._structures[base].values()
+    own = [p for model in models for p in model.parameters() if p.data_ptr() not in shared]
+    widths = {"query": 5 + 6, "*": 3 * (5 + 6) + 6 + 3}
+    adapter_bytes = 8 * sum(lora.rank * widths[lora.targets[0]] for lora in EIGHT)
+    assert len(models) == 8
+    assert sum(parameter.nbytes for parameter in own) == adapter_bytes
+    # The state has them once more, and twice as moments, beside counts of steps.
+    assert 3 * adapter_bytes < device.states.num_bytes() < 3.1 * adapter_bytes
+
+
+def test_seeds_draw_the_first_numbers() -> None:
+    first, second = (
+        adapted(zoo.attention(), LORA, seed=seed).get_parameter("query.lora_A.default.weight")
+        for seed in (0, 1)
     )
+    assert not torch.equal(first, second)
 
 
 def test_a_model_that_leaves_the_device_takes_its_structures_along(device: Device) -> None:
