@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from gradbox_service.database.connection import connect
+from gradbox_service.database.connection import PATIENT, connect
 from gradbox_service.settings import MIB
 from gradbox_service.up import console as saying
 from gradbox_service.up import embedded_redis
@@ -45,6 +46,22 @@ def test_it_keeps_what_it_was_given(tmp_path: Path) -> None:
         assert connect(server.url).get("key") == b"value"
     finally:
         server.stop()
+
+
+def test_what_a_job_reads_waits_for_a_server_that_restarts(tmp_path: Path) -> None:
+    server = EmbeddedRedis.start(tmp_path)
+    connect(server.url).set("key", "value")
+    patient = connect(server.url, retries=PATIENT)
+    assert patient.get("key") == b"value"
+    server.stop()
+    restarted: list[EmbeddedRedis] = []
+    later = threading.Timer(2.0, lambda: restarted.append(EmbeddedRedis.start(tmp_path)))
+    later.start()
+    try:
+        assert patient.get("key") == b"value"
+    finally:
+        later.join()
+        restarted[0].stop()
 
 
 def test_it_keeps_what_it_was_given_when_it_is_killed(tmp_path: Path) -> None:

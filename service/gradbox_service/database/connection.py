@@ -13,6 +13,10 @@ from gradbox_service.settings import BadSettings
 # How long one answer may take. Blocking reads ask for less than this.
 SOCKET_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
+# The pause between two tries grows to this.
+RETRY_PAUSE_S = 0.5
+# Retries of what a running job reads, which waits for a Redis that restarts: two minutes at least.
+PATIENT = 240
 
 
 def connect(url: str, *, retries: int = 3, timeout_s: float = SOCKET_TIMEOUT_S) -> redis.Redis:
@@ -35,7 +39,7 @@ def connect(url: str, *, retries: int = 3, timeout_s: float = SOCKET_TIMEOUT_S) 
             socket_timeout=timeout_s,
             socket_connect_timeout=CONNECT_TIMEOUT_S,
             health_check_interval=30,
-            retry=Retry(ExponentialBackoff(cap=0.5, base=0.05), retries=retries),
+            retry=Retry(ExponentialBackoff(cap=RETRY_PAUSE_S, base=0.05), retries=retries),
         )
     except ValueError as error:
         shown = re.sub("//.*@", "//…@", url)  # without its password

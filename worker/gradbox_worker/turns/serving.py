@@ -16,7 +16,7 @@ from typing import Any, Final, NoReturn, TypeVar
 import redis
 
 from gradbox.protocol import DeviceMemory, ModelBuild
-from gradbox_service.database.connection import connect
+from gradbox_service.database.connection import PATIENT, connect
 from gradbox_service.database.refusals import store_refuses, unless_refused
 from gradbox_service.fleet import Fleet
 from gradbox_service.jobs import Records, Turns
@@ -48,10 +48,11 @@ GO_S: Final = 0.05
 def serve(start: Start, orders: Orders) -> None:
     """Open the device, and run jobs until told to end, or until one has spoilt the device."""
     connection = connect(start.turns.redis_url)
+    patient = connect(start.turns.redis_url, retries=PATIENT)  # for what a running job reads
     notes = Notes(DeviceEntries(connection, start.turns.worker), start.mark)
     fleet, records, runs = Fleet(connection), Records(connection), Runs(connection)
     reserve_bytes = start.turns.disk_reserve_bytes
-    results = ResultStore(start.settings.data, connection=connection, reserve_bytes=reserve_bytes)
+    results = ResultStore(start.settings.data, connection=patient, reserve_bytes=reserve_bytes)
 
     def opened(start: Start) -> WarmDevice:
         device = WarmDevice(
@@ -59,11 +60,11 @@ def serve(start: Start, orders: Orders) -> None:
             measured=notes.measured,
             known=start.known,
             unusable=start.unusable,
-            blobs=BlobStore(start.settings.data, connection=connection),
+            blobs=BlobStore(start.settings.data, connection=patient),
             before_building=lambda name: notes.note(
                 building=ModelBuild(model=name, since_s=time.time())
             ),
-            book=RecordedRuns(runs, records, results),
+            book=RecordedRuns(Runs(patient), Records(patient), results),
             disk_reserve_bytes=reserve_bytes,
         )
         until_taken(partial(fleet.describe, [view for view in device.views if view.usable]))
