@@ -699,8 +699,8 @@ def test_a_job_that_runs_out_of_memory_makes_way_for_itself(device: Device) -> N
     assert same(device.state(first), before)
 
 
-def test_a_cluster_trains_no_runs(device: Device) -> None:
-    any_slot, devices = Mock(), Mock()
+def test_a_device_of_another_machine_than_the_boxs_trains_no_runs(device: Device) -> None:
+    any_slot, devices = Mock(here=False), Mock()
     cluster = NamedDevices(
         [any_slot], devices, records=Mock(), blobs=Mock(), orders=Mock(), patience=Mock()
     )
@@ -708,7 +708,7 @@ def test_a_cluster_trains_no_runs(device: Device) -> None:
     for spec in (device.spec(run, shards_at(1)), device.forward(run)):
         answer = cluster.run(device.work(spec), Watching())
         assert isinstance(answer, Failed)
-        assert "a box on a cluster trains no runs" in answer.problem.detail
+        assert "expected a device on the box's own machine" in answer.problem.detail
     assert not any_slot.actor.mock_calls
     cluster.close()
     devices.free.assert_called_once()

@@ -77,6 +77,7 @@ def _run(options: argparse.Namespace, *, stopping: threading.Event) -> None:
         models_file=options.models,
         data=options.data,
         checkpoint_after_s=options.checkpoint_after_s,
+        redis_url=options.redis_url,
     )
     with closing(connect(options.redis_url)) as connection:
         devices = ClusterDevices(

@@ -25,6 +25,10 @@ import torch
 from gradbox.printable import log_to_stderr
 from gradbox.protocol import DeviceMemory
 from gradbox_engine import EngineError
+from gradbox_service.database.connection import PATIENT, connect
+from gradbox_service.jobs import Records
+from gradbox_service.runs import Runs
+from gradbox_service.store import BlobStore, ResultStore
 from gradbox_worker.cluster.buffers import READ_ONLY, as_buffers, as_tensors
 from gradbox_worker.cluster.held_ranges import RangesInPhases, RangesOfSamples, opened
 from gradbox_worker.cluster.leading import Lead, leading_of
@@ -42,6 +46,7 @@ from gradbox_worker.exceptions_to_problems import refuses_work
 from gradbox_worker.files.blob_tensors import Blobs
 from gradbox_worker.hints import with_hint
 from gradbox_worker.models.shipping import ShippedModels
+from gradbox_worker.runs import RecordedRuns
 from gradbox_worker.work import Failed, Outcome, Work
 
 T = TypeVar("T")
@@ -132,12 +137,20 @@ class ClusterDevice:
         self._own = None if sees_files else OwnFolder()
         if self._own is not None:
             settings = replace(settings, data=self._own.path, checkpoint_after_s=math.inf)
+        self._blobs: Blobs | None = None
+        book = None
+        if settings.redis_url is not None and sees_files:
+            patient = connect(settings.redis_url, retries=PATIENT)
+            self._blobs = BlobStore(settings.data, connection=patient)
+            results = ResultStore(settings.data, connection=patient)
+            book = RecordedRuns(Runs(patient), Records(patient), results)
         self._device = WarmDevice(
             settings,
             measured=self._measured,
             entries=None if shipped is None else models_here(shipped, files or {}),
             known=known,
             unusable=unusable,
+            book=book,
         )
 
     def describe(self) -> Described:
@@ -202,7 +215,7 @@ class ClusterDevice:
     def _here(self, work: Work, inputs: ShippedInputs | None) -> tuple[Work, Blobs | None]:
         """Return a job as it is run here, and its blobs where these are not in the data folder."""
         if self._own is None:
-            return work, None
+            return work, self._blobs  # of the steps of runs, some are in Redis
         assert inputs is not None
         self._own.clear()
         return self._own.here(work, inputs), self._own.blobs(inputs)

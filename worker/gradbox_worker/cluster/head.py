@@ -27,7 +27,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from gradbox.protocol import CotangentsLoss, DeviceMemory, GradientSpec, JobSpec
+from gradbox.protocol import CotangentsLoss, DeviceMemory, GradientSpec, JobSpec, StepSpec
 from gradbox_service.fleet import Fleet
 from gradbox_service.jobs import JobRecord
 from gradbox_worker.cluster.device_actor import GROUPS, DeviceActor
@@ -277,11 +277,16 @@ class ClusterDevices:
         else:
             slot.pending = ("lacks", slot.actor.lacks.remote(self._files.models))
 
+    def _settings_of(self, slot: Slot) -> DeviceSettings:
+        """Return the settings of a device; those of other machines reach no Redis."""
+        redis_url = self._settings.redis_url if slot.here else None
+        return replace(self._settings, device=slot.device, redis_url=redis_url)
+
     def _build(self, slot: Slot, models: Any, files: Mapping[Path, Any]) -> None:
         """Have a process build its models, but those that the one before it has described."""
         entry = None if slot.described is None else slot.described.entry
         built = slot.actor.build.remote(
-            replace(self._settings, device=slot.device),
+            self._settings_of(slot),
             slot.name,
             self._mark,
             shipped=models,
@@ -378,16 +383,26 @@ class ClusterDevices:
         """Return how many devices have no job."""
         return sum(slot.state == "idle" for slot in self._slots.values())
 
-    def name(self, record: JobRecord, spec: JobSpec | None) -> list[Slot]:
+    def name(self, record: JobRecord, spec: JobSpec | None, *, after: str = "") -> list[Slot]:
         """Give a job its devices, of which one at least is idle; the first one leads the others.
 
         It gets what is idle now, up to what it asks for, and waits for no more; but for a moment
         for those that are just ending another job. First come a device of the box's machine, or
         that sees its files; then those that ran the job that this one goes on from, for graphs may
         wait there; then those that have run its model; then those that were idle longest.
+
+        A job on a run's state gets one device of the box's machine, where that has any: that of
+        the run's last step, if it is idle.
+
+        Args:
+            after: the job that made that step.
+
+        Returns:
+            None of them, after a moment, if only others are idle.
         """
-        most = 1 if spec is None else min(_num_shards(spec), _asked(spec))
-        follows = self._ran.get(_forward_job(spec) or "", [])
+        on_run = spec is not None and is_on_run(spec)
+        most = 1 if spec is None or on_run else min(_num_shards(spec), _asked(spec))
+        follows = self._ran.get(after or _forward_job(spec) or "", [])
         if len(follows) > most:
             follows = []
         elif follows and most > 1:
@@ -398,6 +413,10 @@ class ClusterDevices:
                 while self._some_end() and time.monotonic() < deadline:
                     self.changed.wait(0.05)
             idle = [slot for slot in self._slots.values() if slot.state == "idle"]
+            if on_run and any(s.here and s.state != "refused" for s in self._slots.values()):
+                idle = [slot for slot in idle if slot.here]
+                if not idle:
+                    self.changed.wait(ENDING_S)
             idle.sort(
                 key=lambda slot: (
                     follows.index(slot.name) if slot.name in follows else len(follows),
@@ -439,6 +458,11 @@ class ClusterDevices:
                 self.changed.notify_all()
                 return
         self.lost(slot)
+
+
+def is_on_run(spec: JobSpec) -> bool:
+    """Return whether a job is on the state of a run."""
+    return isinstance(spec, StepSpec) or spec.state is not None
 
 
 def _num_shards(spec: JobSpec) -> int:

@@ -12,13 +12,13 @@ from typing import Final
 import redis
 
 from gradbox.errors import GradboxError
-from gradbox.protocol import JobSpec, JobState
+from gradbox.protocol import JobSpec, JobState, StepSpec
 from gradbox_service.database.refusals import store_refuses, unless_refused
 from gradbox_service.fleet import Fleet
 from gradbox_service.jobs import Records, Turn, Turns
 from gradbox_service.runs import Runs
 from gradbox_service.store import BlobStore, ResultStore
-from gradbox_worker.cluster.head import ClusterDevices, Slot
+from gradbox_worker.cluster.head import ClusterDevices, Slot, is_on_run
 from gradbox_worker.cluster.ray_session import RayOnThisMachine
 from gradbox_worker.cluster.turn import NamedDevices
 from gradbox_worker.device.last_step import LastStep
@@ -115,8 +115,9 @@ class TurnTaker:
         record = None if turn is None else self._records.get(turn.job_id)
         if turn is None or record is None:
             return
-        slots = self._devices.name(record, self._spec(record.id))
-        if not slots:  # all have died while it was waited for
+        spec = self._spec(record.id)
+        slots = self._devices.name(record, spec, after=self._last_step(spec))
+        if not slots:  # all have died while it was waited for, or those that it wants are busy
             self._turns.feed(turn)
             return
         orders = Orders()
@@ -130,6 +131,14 @@ class TurnTaker:
             return self._records.spec(job_id)
         except GradboxError:
             return None
+
+    def _last_step(self, spec: JobSpec | None) -> str:
+        """Return the job that made the last step of the run on whose state a job is."""
+        if spec is None or not is_on_run(spec):
+            return ""
+        run_id = spec.run if isinstance(spec, StepSpec) else spec.state and spec.state.run
+        run = self._runs.get(run_id or "")
+        return "" if run is None else run.last_job
 
     def _run(self, turn: Turn, slots: Sequence[Slot], orders: Orders) -> None:
         """Run a turn to its end, in a thread of its own."""

@@ -19,10 +19,10 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from gradbox.errors import InvalidInputs, JobFailed, StorageFull
-from gradbox.protocol import Problem, StepSpec, names_in
+from gradbox.protocol import Problem, names_in
 from gradbox_service.jobs import Records, Turn
 from gradbox_service.store import BlobStore
-from gradbox_worker.cluster.head import ABANDON_S, ENDING_S, ClusterDevices, Slot
+from gradbox_worker.cluster.head import ABANDON_S, ENDING_S, ClusterDevices, Slot, is_on_run
 from gradbox_worker.cluster.messages import Helper, News
 from gradbox_worker.cluster.shipping import ShippedInputs, fetch_result
 from gradbox_worker.device.last_step import JobStep
@@ -37,8 +37,9 @@ LOOK_S: Final = 0.5
 NEWS_S: Final = 2.0
 DEVICE_ENDED: Final = "the process of its device in the cluster ended"
 NO_RUNS: Final = (
-    "expected a job without a run, got one on a run's weights: a box on a cluster trains no runs "
-    "yet; start the box without --cluster, or send the weights (weights=)"
+    "expected a device on the box's own machine for a job on a run's weights, got a cluster with "
+    "devices on others alone: states of runs stay with the box; have its owner start it on a "
+    "machine with a device, or send the weights (weights=)"
 )
 
 
@@ -86,7 +87,7 @@ class NamedDevices:
         return False
 
     def run(self, work: Work, supervision: Supervision) -> Outcome:
-        """Have the first device run a job, and lead the others; none has the states of runs."""
+        """Have the first device run a job, and lead the others."""
         outcome: Outcome | None = None
         try:
             outcome = self._run(work, supervision)
@@ -102,9 +103,9 @@ class NamedDevices:
             self._devices.free(slot)
 
     def _run(self, work: Work, supervision: Supervision) -> Outcome:
-        if isinstance(work.spec, StepSpec) or work.spec.state is not None:
-            return Failed(Problem.of(InvalidInputs(NO_RUNS)))
         leader = self._leader
+        if is_on_run(work.spec) and not leader.here:
+            return Failed(Problem.of(InvalidInputs(NO_RUNS)))
         for name in names_in(work.spec):  # devices see the data folder, and not Redis
             self._blobs.on_disk(name)
         helpers = [Helper(slot.name, slot.actor, slot.sees_files) for slot in self._others]

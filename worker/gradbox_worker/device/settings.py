@@ -28,6 +28,7 @@ class DeviceSettings:
     log: Path | None = None  # of what it prints; None: the worker's standard error
     build_timeout_s: float = 600.0  # for a model to be built and tried
     beside: bool = False  # whether another process has the device, and its models
+    redis_url: str | None = None  # where a device of a cluster reads of runs; None: it has none
 
 
 @dataclass(frozen=True)
