@@ -131,6 +131,17 @@ def _training_steps(args: argparse.Namespace) -> str:
     return training_steps_section(measure_training_steps())
 
 
+def _training_runs(args: argparse.Namespace) -> str:
+    from benchmarks.box.training_runs import (
+        RunsPlan,
+        measure_training_runs,
+        training_runs_section,
+    )
+
+    plan = RunsPlan(args.training_pairs, args.shard, args.rounds)
+    return training_runs_section(measure_training_runs(plan))
+
+
 def _queue(args: argparse.Namespace) -> str:
     from benchmarks.box.queue import measure_queue, queue_section
 
@@ -206,6 +217,7 @@ ALL: Final[Mapping[str, Callable[[argparse.Namespace], str]]] = {
     "service": _service,
     "small-jobs": _small_jobs,
     "training-steps": _training_steps,
+    "training-runs": _training_runs,
     "large-results": _large_results,
     "queue": _queue,
     "day": _day,

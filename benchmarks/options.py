@@ -40,6 +40,7 @@ def options(benchmarks: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument(
         "--service-pairs", type=int, default=128, help="for the service: 10 s or more [128]"
     )
+    parser.add_argument("--training-pairs", type=int, default=64, help="of a step of a run [64]")
     parser.add_argument(
         "--day-seconds", type=float, default=120.0, help="for eight hours of ten people [120]"
     )

@@ -206,14 +206,14 @@ def _outputs(client: GradClient, data: Path) -> tuple[int, int]:
     """Return by how many bytes a `Forward` grew the device process, and how many stayed."""
     shards = [torch.randn(OUTPUT_ROWS, 4) for _ in range(OUTPUT_SHARDS)]
     client.submit(Forward(model="wide", inputs=shards[:2])).result()
-    pid = _device_pid(data)
-    before = peak = _anonymous_bytes(pid)
+    pid = device_pid(data)
+    before = peak = anonymous_bytes(pid)
     ended = threading.Event()
 
     def watch() -> None:
         nonlocal peak
         while not ended.wait(0.01):
-            peak = max(peak, _anonymous_bytes(pid))
+            peak = max(peak, anonymous_bytes(pid))
 
     watching = threading.Thread(target=watch)
     watching.start()
@@ -222,7 +222,7 @@ def _outputs(client: GradClient, data: Path) -> tuple[int, int]:
     finally:
         ended.set()
         watching.join()
-    return peak - before, _anonymous_bytes(pid) - before
+    return peak - before, anonymous_bytes(pid) - before
 
 
 def _beside(box_s: Callable[[], float], num_bytes: int, folder: Path) -> Beside:
@@ -277,7 +277,7 @@ def _box(folder: Path) -> AbstractContextManager[tuple[GradClient, Meter]]:
     return metered_box(folder, registered=registered)
 
 
-def _device_pid(data: Path) -> int:
+def device_pid(data: Path) -> int:
     """Return the process of the box that has a model loaded: the device process."""
     return max(
         (
@@ -286,11 +286,12 @@ def _device_pid(data: Path) -> int:
             if (folder / "comm").read_text().strip() == "gradbox-device"
             and str(data) in (folder / "cmdline").read_text()
         ),
-        key=_anonymous_bytes,
+        key=anonymous_bytes,
     )
 
 
-def _anonymous_bytes(pid: int) -> int:
+def anonymous_bytes(pid: int) -> int:
+    """Return the memory of a process that no file backs."""
     return int(Path(f"/proc/{pid}/status").read_text().partition("RssAnon:")[2].split()[0]) * 1024
 
 

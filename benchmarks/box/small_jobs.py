@@ -63,12 +63,16 @@ ROLES: Final = {
 
 @dataclass(frozen=True)
 class Costs:
-    """Of one call: milliseconds of wall time, requests, Redis commands, CPU ms by process."""
+    """Of one call: milliseconds of wall time, requests, Redis commands, CPU ms by process.
+
+    `num_bytes` are those of requests and answers, with their headers.
+    """
 
     times_ms: list[float]
     num_requests: float
     num_commands: float
     cpu_ms: dict[str, float]
+    num_bytes: float = 0.0
 
     @property
     def median_ms(self) -> float:
@@ -94,16 +98,18 @@ class SmallJobs:
 
 @dataclass
 class Meter:
-    """Counts requests of this process, and reads counters of the box."""
+    """Counts requests of this process and their bytes, and reads counters of the box."""
 
     connection: redis.Redis
     data: Path
     idle_per_s: float = 0.0
     requests: Counter[str] = field(default_factory=Counter)
+    num_bytes: int = 0
 
     def measure(self, call: Callable[[], object], times: int) -> Costs:
         """Call so often, one after the other."""
         before, cpu, requests = self.commands(), self.cpu_ms(), self.requests.total()
+        num_bytes = self.num_bytes
         took = [1e3 * timed(call).wall for _ in range(times)]
         idle = self.idle_per_s * sum(took) / 1e3
         after = self.cpu_ms()
@@ -112,6 +118,7 @@ class Meter:
             num_requests=(self.requests.total() - requests) / times,
             num_commands=(self.commands() - before - idle) / times,
             cpu_ms={role: (after[role] - cpu.get(role, 0.0)) / times for role in after},
+            num_bytes=(self.num_bytes - num_bytes) / times,
         )
 
     def rest(self) -> None:
@@ -220,21 +227,43 @@ def metered_box(
     with running_box(folder, registered=registered) as (url, token):
         (socket,) = (folder / "data").rglob("*.sock")
         meter = Meter(redis.Redis(unix_socket_path=str(socket)), folder / "data")
-        transport = Counted(meter.requests)
+        transport = Counted(meter)
         with GradClient(url=url, token=token, transport=transport) as client:
             yield client, meter
 
 
 class Counted(httpx.HTTPTransport):
-    """Counts the requests that it sends."""
+    """Counts the requests that it sends, and the bytes of these and of their answers."""
 
-    def __init__(self, requests: Counter[str]) -> None:
+    def __init__(self, meter: Meter) -> None:
         super().__init__()
-        self._requests = requests
+        self._meter = meter
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        self._requests[request.method] += 1
-        return super().handle_request(request)
+        assert isinstance(request.stream, httpx.SyncByteStream)
+        request.stream = CountedStream(request.stream, self._meter)
+        answer = super().handle_request(request)
+        assert isinstance(answer.stream, httpx.SyncByteStream)
+        answer.stream = CountedStream(answer.stream, self._meter)
+        self._meter.requests[request.method] += 1
+        for headers in (request.headers, answer.headers):
+            self._meter.num_bytes += sum(len(name) + len(text) + 4 for name, text in headers.raw)
+        return answer
+
+
+class CountedStream(httpx.SyncByteStream):
+    """A body whose bytes are counted as they pass."""
+
+    def __init__(self, stream: httpx.SyncByteStream, meter: Meter) -> None:
+        self._stream, self._meter = stream, meter
+
+    def __iter__(self) -> Iterator[bytes]:
+        for piece in self._stream:
+            self._meter.num_bytes += len(piece)
+            yield piece
+
+    def close(self) -> None:
+        self._stream.close()
 
 
 def _job() -> Gradient:

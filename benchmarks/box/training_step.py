@@ -109,7 +109,7 @@ def _measured(trained: str, client: GradClient, meter: Meter, shard: dict[str, T
 def _remote_step(
     client: GradClient, wrt: str, shard: dict[str, Tensor]
 ) -> tuple[Callable[[], None], int]:
-    weights = {name: p.detach().clone() for name, p in _trained(_model(), wrt).items()}
+    weights = {name: p.detach().clone() for name, p in trained(local_model(), wrt).items()}
     model = client.model(task.MODEL, mode="train", wrt=wrt, output=task.OUTPUT, weights=weights)
 
     def step() -> None:
@@ -122,9 +122,9 @@ def _remote_step(
 
 
 def _local_step(wrt: str, shard: dict[str, Tensor]) -> Callable[[], None]:
-    model = _model()
+    model = local_model()
     model.requires_grad_(False)
-    parameters = list(_trained(model, wrt).values())
+    parameters = list(trained(model, wrt).values())
     for parameter in parameters:
         parameter.requires_grad_()
     optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE)
@@ -137,13 +137,14 @@ def _local_step(wrt: str, shard: dict[str, Tensor]) -> Callable[[], None]:
     return step
 
 
-def _model() -> Any:
+def local_model() -> Any:
+    """Return the box's model in train mode."""
     from transformers import AutoModel
 
     return AutoModel.from_pretrained(task.model_folder()).train()
 
 
-def _trained(model: Any, wrt: str) -> dict[str, Tensor]:
+def trained(model: Any, wrt: str) -> dict[str, Tensor]:
     """Return the parameters that are trained; the pooler has no part in the output."""
     return {
         name: parameter
