@@ -124,6 +124,8 @@ class JobWaits:
 
 # For how long one answer waits for the end of a job, and so how often a bar shows how far it is.
 QUICK_S: Final = 1
+# Where none is shown: as long as a box waits.
+LONG_S: Final = 30
 # Between two answers of a box that waits for nothing.
 PAUSE_S: Final = 0.1
 
@@ -225,7 +227,8 @@ class Job:
             with bar or ProgressBar(self._title, shown=progress) as bar:
                 while not self._view.state.final:
                     left_s = deadline_s - time.monotonic()
-                    waited = self._ask(accept, wait_s=QUICK_S if left_s > QUICK_S else 0)
+                    wait_s = QUICK_S if bar.is_shown or left_s <= LONG_S else LONG_S
+                    waited = self._ask(accept, wait_s=wait_s if left_s > wait_s else 0)
                     bar.show_view(self._view)
                     if self._view.state.final:
                         break

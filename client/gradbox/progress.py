@@ -44,7 +44,7 @@ class ProgressBar:
 
     def __init__(self, title: str, *, shown: bool | None = None) -> None:
         self._title = printable(title)
-        self._shown = sys.stderr.isatty() or in_notebook() if shown is None else shown
+        self.is_shown = sys.stderr.isatty() or in_notebook() if shown is None else shown
         self._bar: tqdm[Any] | None = None
         self._phase = ""
         self._drawn_s = 0.0
@@ -116,7 +116,7 @@ class ProgressBar:
     def _draw(self, phase: str, done: int, total: int, left: str = "") -> None:
         now = time.monotonic()
         is_recent = phase == self._phase and done < total and now - self._drawn_s < BETWEEN_S
-        if is_recent or not self._shown:
+        if is_recent or not self.is_shown:
             return
         self._phase, self._drawn_s = phase, now
         text = f"{self._title}: {printable(phase)}"
@@ -166,7 +166,7 @@ class StepsLine(ProgressBar):
             self._bar.update(number - self._bar.n)
 
     def _draw(self, phase: str, done: int, total: int, left: str = "") -> None:
-        if not self._shown:
+        if not self.is_shown:
             return
         if self._bar is None:
             self._bar = _new_bar(self._title, None, bar_format=STEPS_FORMAT, initial=self._done)

@@ -42,12 +42,12 @@ class Receipt(View):
     """What a result says of its own making.
 
     What is None does not exist for this computation: outputs have no loss. `names` are the
-    gradients in `named_parameters` order, then those of the loss: a safetensors file keeps no order
-    of its own. `unreached` names parameters that the loss does not depend on; their gradients are
-    zeros. `rows` are, by group, the rows of each shard in Z before `order`; null for a z without
-    dimensions. `stateful` says whether a forward pass changed the model's buffers;
-    `changed_attributes` names attributes that it changed, themselves or inside, ten at most, with
-    which no later job begins.
+    gradients that the file has, in `named_parameters` order, then those of the loss: a safetensors
+    file keeps no order of its own. `unreached` names parameters that the loss does not depend on;
+    their gradients are zeros. `rows` are, by group, the rows of each shard in Z before `order`;
+    null for a z without dimensions. `stateful` says whether a forward pass changed the model's
+    buffers; `changed_attributes` names attributes that it changed, themselves or inside, ten at
+    most, with which no later job begins.
     `replay_difference` is the largest |z' − z| over a shard, relative to that shard's
     largest |z|. Of per-sample jobs, `samples` and `outputs` count B and Y, `roads` are the rules
     that each parameter took, and `loops` why some took one backward pass a sample; `rows_compared`

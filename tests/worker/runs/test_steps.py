@@ -174,6 +174,8 @@ def test_groups_and_patterns(device: Device) -> None:
     receipt, tensors = device.step(run, shards_at(1), returns=["grads"])
     after = device.state(run)
     assert receipt.lr == [0.5, 0.1]
+    assert receipt.names == ("0.weight", "4.weight", "4.bias")
+    assert device.step(run, shards_at(2))[0].names == ()  # no gradients come back
     assert {n for n in after if n.startswith("weights/")} == {
         "weights/0.weight",
         "weights/4.weight",

@@ -84,7 +84,7 @@ def computed(answer: CotangentGradient, spec: GradientSpec | StepSpec) -> Comput
             "shards_retained": answer.retained,
             "shards_replayed": answer.replayed,
             "replay_difference": answer.replay_difference,
-            "names": tuple(answer.grads),
+            "names": tuple(answer.grads) if "grads" in spec.returns else (),
             "unreached": list(answer.unreached),
         },
         seconds=answer.seconds,

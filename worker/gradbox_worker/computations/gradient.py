@@ -58,7 +58,7 @@ def computed(answer: SetGradient, spec: GradientSpec | StepSpec, loss: Loss) -> 
             "shards_retained": answer.retained,
             "shards_replayed": answer.replayed,
             "replay_difference": answer.replay_difference,
-            "names": tuple(answer.grads),
+            "names": tuple(answer.grads) if "grads" in spec.returns else (),
             "unreached": list(answer.unreached),
         },
         seconds=answer.seconds,
