@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from gradbox.protocol import JobSpec, Problem, ResultView
+from gradbox.results.result_files import HeldTensors
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,10 @@ class Work:
     disk_reserve_bytes: int | None = None  # see `gradbox_service.store.Room`
     timed: bool = False  # whether the supervision hears of its phases
     not_split: str = ""  # why a job that asked for several devices runs on one
+    # Whether inputs and results are in this process: then no file is read or written, and the paths
+    # only tell one job's result from another's.
+    in_memory: bool = False
+    earlier_tensors: HeldTensors | None = None  # what `earlier_result` would hold, in memory
 
     @property
     def checkpoints(self) -> Path:
@@ -51,6 +56,8 @@ class StepMade:
 class Finished:
     """The result file stands at `Work.result_path`, or here: one that is to be in Redis.
 
+    Of a job in memory there is no file, and `tensors` are its result.
+
     Of a step, `step` is what its run's record takes; of a state that was saved, `saved_bytes` is
     what its file takes.
     """
@@ -59,6 +66,7 @@ class Finished:
     content: bytes | None = None
     step: StepMade | None = None
     saved_bytes: int | None = None
+    tensors: HeldTensors | None = None
 
 
 @dataclass(frozen=True)

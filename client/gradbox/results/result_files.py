@@ -1,4 +1,5 @@
-"""Where a result's tensors are read from: a file on this machine, or bytes that came with the job.
+"""Where a result's tensors are read from: a file on this machine, bytes that came with the job, or
+memory in which a job of this very process left them.
 
 Gradients that lie in a file in 16 bits are given back in the dtype that they had on the box. The
 file's metadata names them: {tensor: dtype before it was rounded}. docs/wire.md, "Gradients in 16
@@ -75,7 +76,8 @@ def bfloat16_array(
     return upper.view(np.float32).astype(dtype, copy=False).reshape(shape)
 
 
-_NAMES: Final = {tag: name for name, (tag, _) in DTYPES.items()}
+_TAGS: Final = {name: tag for name, (tag, _) in DTYPES.items()}
+_NAMES: Final = {tag: name for name, tag in _TAGS.items()}
 
 
 class ResultFile(Protocol):
@@ -208,6 +210,41 @@ def no_such_tensor(name: object, *, section: str, names: Collection[str]) -> Key
     return KeyError(
         f"{section}: {asked_for} is none of its {len(names)} names, which begin {first}"
     )
+
+
+class HeldTensors(ReadInPlace):
+    """A result that was computed in this process, and never was a file.
+
+    Args:
+        tensors: as a result file has them, SECTION/NAME, on the CPU.
+        metadata: as a result file has it.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+        self._tensors = dict(tensors)
+        self.metadata = metadata
+        self._rounded = rounded_tensors(metadata)
+        self.names = tuple(self._tensors)
+
+    def __str__(self) -> str:
+        return "the result that this process computed"
+
+    @property
+    def stored(self) -> Mapping[str, StoredTensor]:
+        return {
+            name: StoredTensor(_TAGS[str(tensor.dtype).removeprefix("torch.")], tuple(tensor.shape))
+            for name, tensor in self._tensors.items()
+        }
+
+    def tensor(self, name: str) -> Any:
+        tensor = self._tensors[name]
+        return widened(tensor, self._rounded[name]) if name in self._rounded else tensor
+
+    def copy_to(self, path: Path) -> None:
+        from safetensors.torch import save_file
+
+        with beside(path) as written:
+            save_file(self._tensors, written, metadata=dict(self.metadata))
 
 
 class HeldFile:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any, Final
 
+from gradbox.tensors.safetensors_header import SafetensorsHeader, TensorEntry
 from gradbox.tensors.tensor_bytes import TensorBytes
 
 CHUNK_BYTES: Final = 4 * 2**20
@@ -27,29 +28,34 @@ class Blob:
     """One safetensors file, to be uploaded under its digest.
 
     `is_new` tells that the box will hardly have it, so that nobody need ask.
+
+    Attributes:
+        tensors: by name, in the order of the file.
+        header: what a reader of the file finds in its header.
     """
 
     def __init__(self, tensors: Mapping[str, TensorBytes], *, is_new: bool = False) -> None:
         self.is_new = is_new
         ordered = sorted(tensors.items(), key=lambda item: (-item[1].item_bytes, item[0]))
-        self._tensors = [tensor for _, tensor in ordered]
-        entries: dict[str, Any] = {}
-        offset = 0
+        self.tensors = dict(ordered)
+        entries, stated, offset = dict[str, TensorEntry](), dict[str, Any](), 0
         for name, tensor in ordered:
             end = offset + tensor.size_bytes
-            entries[name] = {
+            entries[name] = TensorEntry(tensor.dtype, tensor.shape, offset, end)
+            stated[name] = {
                 "dtype": tensor.dtype,
                 "shape": list(tensor.shape),
                 "data_offsets": [offset, end],
             }
             offset = end
-        header = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-        header += b" " * (-len(header) % 8)
-        self._header = struct.pack("<Q", len(header)) + header
-        self.size_bytes = len(self._header) + offset
+        text = json.dumps(stated, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        self._head = struct.pack("<Q", len(text)) + text
+        self.header = SafetensorsHeader(entries, {}, data_start=len(self._head))
+        self.size_bytes = len(self._head) + offset
 
     def __repr__(self) -> str:
-        return f"Blob({len(self._tensors)} tensors, {self.size_bytes} bytes)"
+        return f"Blob({len(self.tensors)} tensors, {self.size_bytes} bytes)"
 
     @cached_property
     def digest(self) -> str:
@@ -62,15 +68,15 @@ class Blob:
         return self._sha256() == self.digest
 
     def _sha256(self) -> str:
-        sha = hashlib.sha256(self._header)
-        for tensor in self._tensors:
+        sha = hashlib.sha256(self._head)
+        for tensor in self.tensors.values():
             sha.update(tensor.view())
         return sha.hexdigest()
 
     def chunks(self) -> Iterator[memoryview]:
         """Give the file's bytes in pieces of at most `CHUNK_BYTES`; can be begun again."""
-        gathered = bytearray(self._header)
-        for tensor in self._tensors:
+        gathered = bytearray(self._head)
+        for tensor in self.tensors.values():
             if tensor.size_bytes < GATHER_BYTES:
                 gathered += tensor.view()
                 if len(gathered) < CHUNK_BYTES - GATHER_BYTES:

@@ -39,6 +39,7 @@ from gradbox_worker.cluster.rows import SharedRows
 from gradbox_worker.cluster.shipping import ShippedInputs
 from gradbox_worker.computations.leading import ALONE, Leading, Rows, Run
 from gradbox_worker.files.blob_tensors import BlobTensors
+from gradbox_worker.files.result_in_memory import ResultPlace
 from gradbox_worker.files.result_in_place import ResultOnDisk
 from gradbox_worker.files.rounded_gradients import RoundedGradients
 from gradbox_worker.work import Work
@@ -86,8 +87,9 @@ class Lead:
         self.rows: SharedRows | None = None
         self.goes_on_alone = False
 
-    def begin(self, result: ResultOnDisk) -> Rows:
+    def begin(self, result: ResultPlace) -> Rows:
         """Have the helpers make themselves ready."""
+        assert isinstance(result, ResultOnDisk)  # a cluster's jobs have files
         self.rows, self._samples = SharedRows(self._work, result), None
         self.helpers.open(self.rows.kept_as, self._shipped, homes=self._waiting.homes)
         self._num_devices = self.helpers.num_devices

@@ -40,6 +40,7 @@ from safetensors import SafetensorError, safe_open
 from gradbox.errors import InvalidInputs, StorageFull
 from gradbox.tensors.checksums import is_whole
 from gradbox_engine import Checkpoint, Checkpoints
+from gradbox_engine.checkpoint import NoCheckpoints
 from gradbox_engine.ranges import Range
 from gradbox_engine.ranges.samples import SampleTask
 from gradbox_service.store import Room
@@ -267,7 +268,9 @@ class JobCheckpoints:
         return max((file.resumed for file in self._files.values()), default=0)
 
     def whole(self) -> Checkpoints:
-        """Return where the state of a job in one range is kept."""
+        """Return where the state of a job in one range is kept; nowhere, if it is in memory."""
+        if self._work.in_memory:
+            return NoCheckpoints()
         return self._file("", identity=self._identity, attempt=self._work.attempt)
 
     def of(self, part: Range) -> Checkpoints:

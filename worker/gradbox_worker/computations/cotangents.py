@@ -6,16 +6,12 @@ A replay is compared with the forward job's outputs, which its result file has.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from gradbox.errors import InvalidInputs
 from gradbox.protocol import CotangentsLoss, GradientSpec, Receipt, StepSpec
-from gradbox.tensors.checksums import is_whole
 from gradbox_engine import CotangentGradient, FirstOutputs
 from gradbox_engine.model.calling.outputs import BARE, Outputs
 from gradbox_engine.ranges import Range
@@ -24,6 +20,8 @@ from gradbox_worker.computations.engine_inputs import TensorSource
 from gradbox_worker.computations.held_jobs import held_gradient
 from gradbox_worker.computations.job import Computed, LoadedJob
 from gradbox_worker.computations.sections import input_gradients, section
+from gradbox_worker.files.earlier_result import earlier_result
+from gradbox_worker.work import Work
 
 OUTPUTS = "outputs/"
 
@@ -63,7 +61,7 @@ def _first_outputs(job: LoadedJob, loss: CotangentsLoss, parts: Sequence[Range])
     """Return what the forward job returned; from its file, unless its graphs here have it."""
     kept = job.kept.of(job.work) if parts[0].is_whole else None
     if kept is None:
-        return first_outputs(job.work.earlier_result, loss.forward, job.device)
+        return first_outputs(job.work, loss.forward, job.device)
     # Records have the outputs, and the buffers that each shard began with.
     return FirstOutputs({}, kept.rows, stateful=False)
 
@@ -92,28 +90,24 @@ def computed(answer: CotangentGradient, spec: GradientSpec | StepSpec) -> Comput
     )
 
 
-def first_outputs(path: Path | None, job_id: str, device: torch.device) -> FirstOutputs:
+def first_outputs(work: Work, job_id: str, device: torch.device) -> FirstOutputs:
     """Read what the forward job returned.
 
     Raises:
         InvalidInputs: its result is not there any more, or damaged.
     """
-    try:
-        if path is None or not is_whole(path):
-            raise FileNotFoundError
-        file: Any = safe_open(path, framework="pt", device=str(device))
-    except FileNotFoundError:
+    result = earlier_result(work)
+    if result is None:
         raise InvalidInputs(
             f"expected the outputs of job {job_id}, which the cotangents belong to, but its result "
             f"is not on this box any more, or damaged on its disk; run the forward job again"
-        ) from None
-    with file:
-        receipt = Receipt.model_validate_json(file.metadata()["gradbox"])
-        named = {
-            name.removeprefix(OUTPUTS): file.get_tensor(name)
-            for name in file.keys()  # noqa: SIM118 - the file is no mapping
-            if name.startswith(OUTPUTS)
-        }
+        )
+    receipt = Receipt.model_validate_json(result.metadata["gradbox"])
+    named = {
+        name.removeprefix(OUTPUTS): result.tensor(name).to(device)
+        for name in result.names
+        if name.startswith(OUTPUTS)
+    }
     return FirstOutputs(
         outputs=_grouped(named), rows=receipt.rows or {}, stateful=receipt.stateful is not False
     )

@@ -25,6 +25,7 @@ from gradbox.protocol import (
     StateSpec,
     StepSpec,
 )
+from gradbox.tensors.blob import Blob
 from gradbox_engine import CoupledShards, DeviceLost, Observer
 from gradbox_service.store import SMALL_BYTES, Room
 from gradbox_worker.computations import (
@@ -58,6 +59,7 @@ from gradbox_worker.exceptions_to_problems import (
     wanted_bytes,
 )
 from gradbox_worker.files.blob_tensors import Blobs, BlobTensors
+from gradbox_worker.files.result_in_memory import ResultInMemory, ResultPlace
 from gradbox_worker.files.result_in_place import ResultOnDisk
 from gradbox_worker.models.registry import Registry
 from gradbox_worker.runs import RunStates
@@ -85,6 +87,7 @@ class Execution:
     """One attempt at a job, on the device of a registry.
 
     Attributes:
+        blobs: see `BlobTensors`.
         kept: graphs of earlier jobs.
         runs: the states of runs; None where the device keeps none.
         observer: hears of the engine's steps; may raise `StopNow`.
@@ -99,7 +102,7 @@ class Execution:
 
     work: Work
     registry: Registry
-    blobs: Blobs
+    blobs: Blobs | Mapping[str, Blob]
     kept: KeptGraphs
     observer: Observer
     runs: RunStates | None = None
@@ -191,11 +194,8 @@ class Execution:
         device = self.registry.device
         began = time.perf_counter()
         phases.enter(MODEL_LOAD)
-        room = Room(work.result_path.parent, work.disk_reserve_bytes)
         result_bytes = self.result_memory_bytes or default_result_memory_bytes(device)
-        small_bytes = SMALL_BYTES if self.small_results else 0
-        path = work.result_path
-        with ResultOnDisk(path, room=room, small_bytes=small_bytes) as result_file:
+        with self._place() as result_file:
             rows = leading.begin(result_file)
             loaded = self.registry.get(work.model, work.model_version)
             phases.enter(READ_INPUTS)
@@ -239,7 +239,16 @@ class Execution:
             written.content,
             step=step.made(computed),
             saved_bytes=computed.saved_bytes,
+            tensors=written.tensors,
         )
+
+    def _place(self) -> ResultPlace:
+        """Return where the result goes."""
+        if self.work.in_memory:
+            return ResultInMemory()
+        path = self.work.result_path
+        room = Room(path.parent, self.work.disk_reserve_bytes)
+        return ResultOnDisk(path, room=room, small_bytes=SMALL_BYTES if self.small_results else 0)
 
     @contextmanager
     def _state_settled(self, job: LoadedJob) -> Iterator[None]:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,29 +13,26 @@ from torch import Tensor
 from gradbox.errors import InvalidInputs
 from gradbox.protocol import Receipt
 from gradbox.results.factors import FACTORS, read_factors
-from gradbox.results.result_files import LocalFile
 from gradbox.results.row_reductions import GRADIENT
-from gradbox.tensors.checksums import is_whole
 from gradbox_factors import Factored, packed
+from gradbox_worker.files.earlier_result import earlier_result
+from gradbox_worker.work import Work
 
 
-def stored_rows(path: Path | None, *, of: str, device: torch.device) -> Factored:
+def stored_rows(work: Work, *, of: str, device: torch.device) -> Factored:
     """Return the rows that job `of` left: factors, or arrays where those are smaller.
 
     Factors are read to the device when they are used.
 
-    Args:
-        path: of its result.
-
     Raises:
         InvalidInputs: its result is not there any more, or damaged.
     """
-    if path is None or not path.exists() or not is_whole(path):
+    file = earlier_result(work)
+    if file is None:
         raise InvalidInputs(
             f"against: expected the rows of job {of}, but its result is not on this box any more, "
             f"or damaged on its disk; run that job again"
         )
-    file = LocalFile(path)
     receipt = Receipt.model_validate_json(file.metadata["gradbox"])
     if FACTORS not in file.metadata:
         arrays = {name: file.tensor(f"grads/{name}").to(device) for name in receipt.names}

@@ -19,7 +19,7 @@ from gradbox_engine.requests import RangeRun
 from gradbox_worker.computations.checkpoints import RowsInPlace
 from gradbox_worker.computations.dense_rows import RowsFile
 from gradbox_worker.files.blob_tensors import BlobTensors
-from gradbox_worker.files.result_in_place import ResultOnDisk
+from gradbox_worker.files.result_in_memory import ResultPlace
 from gradbox_worker.files.rounded_gradients import RoundedGradients
 
 Run = RangeRun | SampleRun
@@ -36,7 +36,7 @@ class LedSamples(SampleDevices, Observer, Protocol):
 class Leading(Protocol):
     """The devices of one attempt at a job, as the computation that leads them sees them."""
 
-    def begin(self, result: ResultOnDisk) -> Rows:
+    def begin(self, result: ResultPlace) -> Rows:
         """Have the others make themselves ready; return where this device's dense rows go."""
 
     def watched(self, observer: Observer) -> Observer:
@@ -86,7 +86,7 @@ class Leading(Protocol):
 class Alone:
     """One device, which runs a job in one range."""
 
-    def begin(self, result: ResultOnDisk) -> Rows:
+    def begin(self, result: ResultPlace) -> Rows:
         """Return the file itself."""
         return result
 

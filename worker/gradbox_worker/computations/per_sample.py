@@ -98,7 +98,7 @@ def _split(job: LoadedJob, spec: Spec) -> SplitSamples:
     rows, others = sample_groups(job.groups, spec)
     against = None
     if spec.against is not None:
-        against = stored_rows(job.work.earlier_result, of=spec.against, device=job.device)
+        against = stored_rows(job.work, of=spec.against, device=job.device)
     request = _request(spec, vectors=vectors(spec, job.tensors), against=against)
     request.check(
         GradientReduction if isinstance(spec, PerSampleGradientSpec) else JacobianReduction
@@ -201,7 +201,7 @@ def check_number(digest: str) -> float:
 
 def _against(job: LoadedJob, spec: Spec, others: Group | None) -> Factored | OtherShards | None:
     if spec.against is not None:
-        return stored_rows(job.work.earlier_result, of=spec.against, device=job.device)
+        return stored_rows(job.work, of=spec.against, device=job.device)
     if others is None:
         return None
     return OtherShards(others.shards, other_loss_inputs(spec, job.tensors), others.streams)

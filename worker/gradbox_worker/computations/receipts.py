@@ -12,13 +12,13 @@ from gradbox_worker.computations.identity import gradbox_version
 from gradbox_worker.computations.job import Computed
 from gradbox_worker.computations.memory import PeakMemory
 from gradbox_worker.files.result_file import Written
-from gradbox_worker.files.result_in_place import ResultOnDisk
+from gradbox_worker.files.result_in_memory import ResultPlace
 from gradbox_worker.files.rounded_gradients import RoundedGradients
 from gradbox_worker.work import Work
 
 
 def commit(
-    result: ResultOnDisk,
+    result: ResultPlace,
     computed: Computed,
     work: Work,
     *,

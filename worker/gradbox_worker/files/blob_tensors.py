@@ -1,10 +1,11 @@
-"""Reading single tensors out of uploaded safetensors blobs, a shard at a time.
+"""Reading single tensors out of safetensors blobs, a shard at a time.
 
 Small blobs come whole, out of Redis. Of a file, tensors are read at their offset into memory of
-their own. `safetensors.safe_open` maps the file instead, and its tensors alias the mapping: a model
-that changes its input in place would change what the replay reads, and every shard ever read would
-count towards the process's resident set. Weights are mapped: the engine copies them into the model
-once, and nothing else looks at them.
+their own; of a blob that a client of this process hands over, out of the client's tensors.
+`safetensors.safe_open` maps the file instead, and its tensors alias the mapping: a model that
+changes its input in place would change what the replay reads, and every shard ever read would count
+towards the process's resident set. Weights are mapped: the engine copies them into the model once,
+and nothing else looks at them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from gradbox.errors import BlobRejected, InvalidInputs, MissingBlobs
 from gradbox.protocol import ShardRef, TensorRef
+from gradbox.tensors.blob import Blob
 from gradbox.tensors.safetensors_header import SafetensorsHeader, TensorEntry, header_of
 from gradbox_worker.files.safetensors_types import TORCH_DTYPES
 
@@ -62,10 +64,9 @@ class _Blob(ABC):
         """Read a tensor to the host, into page-locked memory if it is to be copied from there."""
         entry = self.entries[name]
         tensor = torch.empty(entry.shape, dtype=self.dtype(name), pin_memory=pinned)
-        if entry.begin == entry.end:
-            return tensor
-        memory = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
-        self._read_into(memory, self._data_start + entry.begin)
+        if entry.begin < entry.end:
+            memory = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            self._read_into(memory, name)
         return tensor
 
     def mapped(self, name: str) -> Tensor:
@@ -73,12 +74,16 @@ class _Blob(ABC):
         return self.read(name)
 
     @abstractmethod
-    def _read_into(self, memory: memoryview, begin: int) -> None:
-        """Fill memory with bytes of the blob."""
+    def _read_into(self, memory: memoryview, name: str) -> None:
+        """Fill memory with a tensor's bytes."""
 
     @abstractmethod
     def close(self) -> None:
         """Close what is open."""
+
+    def _begin(self, name: str) -> int:
+        """Return where a tensor's bytes begin in the blob."""
+        return self._data_start + self.entries[name].begin
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a tensor; `BlobRejected` where torch has none."""
@@ -98,8 +103,23 @@ class _SmallBlob(_Blob):
         super().__init__(header_of(BytesIO(content)))
         self._content = content
 
-    def _read_into(self, memory: memoryview, begin: int) -> None:
+    def _read_into(self, memory: memoryview, name: str) -> None:
+        begin = self._begin(name)
         memory[:] = self._content[begin : begin + len(memory)]
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class _HandedOver(_Blob):
+    """One whose tensors are those of a client of this process."""
+
+    def __init__(self, blob: Blob) -> None:
+        super().__init__(blob.header)
+        self._tensors = blob.tensors
+
+    def _read_into(self, memory: memoryview, name: str) -> None:
+        memory[:] = self._tensors[name].view()
 
     def close(self) -> None:
         """Do nothing."""
@@ -112,8 +132,8 @@ class _BlobFile(_Blob):
         super().__init__(header)
         self._fd = os.open(path, os.O_RDONLY)
 
-    def _read_into(self, memory: memoryview, begin: int) -> None:
-        done = 0
+    def _read_into(self, memory: memoryview, name: str) -> None:
+        begin, done = self._begin(name), 0
         while done < len(memory):
             got = os.preadv(self._fd, [memory[done:]], begin + done)
             if got == 0:
@@ -125,7 +145,7 @@ class _BlobFile(_Blob):
         entry, dtype = self.entries[name], self.dtype(name)
         if entry.begin == entry.end:
             return torch.empty(entry.shape, dtype=dtype)
-        begin, size_bytes = self._data_start + entry.begin, entry.end - entry.begin
+        begin, size_bytes = self._begin(name), entry.end - entry.begin
         skipped = begin % mmap.ALLOCATIONGRANULARITY
         try:
             pages = mmap.mmap(
@@ -141,9 +161,14 @@ class _BlobFile(_Blob):
 
 
 class BlobTensors:
-    """The tensors of stored blobs; the blobs used last stay open. Close it, or use `with`."""
+    """The tensors of blobs; those used last stay open. Close it, or use `with`."""
 
-    def __init__(self, blobs: Blobs, *, device: torch.device) -> None:
+    def __init__(self, blobs: Blobs | Mapping[str, Blob], *, device: torch.device) -> None:
+        """Open none yet.
+
+        Args:
+            blobs: where they are stored; or those that a client of this process hands over.
+        """
         self._blobs = blobs
         self._device = device
         self._open: OrderedDict[str, _Blob] = OrderedDict()
@@ -226,14 +251,17 @@ class BlobTensors:
         return blob
 
     def _opened(self, digest: str) -> _Blob:
-        content = self._blobs.small(digest)
+        stored = self._blobs
+        if isinstance(stored, Mapping):
+            return _HandedOver(stored[digest])
+        content = stored.small(digest)
         if content is not None:
             return _SmallBlob(content)
-        header = self._blobs.header(digest)
+        header = stored.header(digest)
         if header is not None:
             # It may be removed between the look at its header and this.
             with suppress(FileNotFoundError):
-                return _BlobFile(self._blobs.path(digest), header)
+                return _BlobFile(stored.path(digest), header)
         raise MissingBlobs(
             f"expected blob {digest} to be stored as it was sent, but it is gone, or damaged on "
             f"the box's disk; submit the job again, which uploads it again",

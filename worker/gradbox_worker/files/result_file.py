@@ -22,6 +22,7 @@ from torch import Tensor
 
 from gradbox.errors import InvalidInputs
 from gradbox.protocol import ResultView
+from gradbox.results.result_files import HeldTensors
 from gradbox.tensors.checksums import NAME as CHECKSUMS
 from gradbox.tensors.checksums import Checksums, shape_for
 from gradbox.tensors.tensor_bytes import bytes_in_order
@@ -38,10 +39,11 @@ RESULT: Final = "the result"
 
 @dataclass(frozen=True)
 class Written:
-    """A result that was written: what is said of it, and its bytes where no file has them."""
+    """A result that was written: what is said of it, and what it holds where no file has it."""
 
     view: ResultView
     content: bytes | None = None
+    tensors: HeldTensors | None = None
 
 
 def write_result(
