@@ -7,10 +7,10 @@
 
 Importing this package loads neither torch nor anything that reads a network or a file.
 
-Of its modules read `client` first, then `submitting` and `job`, and `runs` for training;
-`async_client` and `batch` are for many at a time, `errors` for whatever goes wrong, `losses` names
-the built-in ones. `settings` finds the box, `written_files` reads what a person wrote; `progress`,
-`html` and `printable` are what is shown, `spans` what is traced.
+Of its modules read `client` first, then `submitting` and `job`, and `runs` for training; `local` is
+a client without a box, `async_client` and `batch` are for many at a time, `errors` for whatever
+goes wrong, `losses` names the built-in ones. `settings` finds the box, `written_files` reads what a
+person wrote; `progress`, `html` and `printable` are what is shown, `spans` what is traced.
 """
 
 from importlib import import_module
@@ -63,6 +63,7 @@ from gradbox.errors import LossNotFinite as LossNotFinite
 from gradbox.errors import LossNotScalar as LossNotScalar
 from gradbox.errors import MissingBlobs as MissingBlobs
 from gradbox.errors import ModelCallFailed as ModelCallFailed
+from gradbox.errors import NeedsBox as NeedsBox
 from gradbox.errors import OutOfMemory as OutOfMemory
 from gradbox.errors import OwnerOnly as OwnerOnly
 from gradbox.errors import ProtocolError as ProtocolError

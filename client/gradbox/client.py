@@ -6,6 +6,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, TypeVar, Unpack
 
@@ -20,6 +21,7 @@ from gradbox.http.connection import Connection, Retry, parsed
 from gradbox.http.paths import blob_path, job_path, model_path, run_path
 from gradbox.http.posting import Answered
 from gradbox.job import QUICK_S, Job, JobWaits
+from gradbox.local import Ended, LocalConnection, LocalSubmitter, open_box
 from gradbox.protocol import (
     BlobList,
     BlobView,
@@ -40,6 +42,8 @@ from gradbox.submitting import Submitter
 from gradbox.tensors.tensor_bytes import Tensor
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from gradbox.computations.computation import OfARun
     from gradbox.protocol.options import Mode, Precision
     from gradbox.remote.model import RemoteModel
@@ -81,16 +85,55 @@ class GradClient:
         retry: Retry | None = None,
     ) -> None:
         settings = find_settings(url, token)
-        self.url = settings.url
-        self._connection = Connection(
+        connection = Connection(
             ClientSettings(url=settings.url, token=settings.token),
             transport=transport,
             timeout_s=timeout_s,
             retry=retry,
         )
-        self._submitter = Submitter(self._connection)
-        self._waits = JobWaits(self._connection)
-        self._results = settings.results
+        self._use(connection, Submitter(connection), results=settings.results)
+
+    @classmethod
+    def local(
+        cls, models: Mapping[str, nn.Module] | str | Path, *, device: str = "auto"
+    ) -> GradClient:
+        """Return a client without a box: it computes in this process, with the same code.
+
+            client = GradClient.local({"mine": model})  # a live module, wherever it is
+            result = client.run(Gradient(model="mine", inputs=shards, loss=info_nce))
+
+        Losses are traced, checked and interpreted as on a box, and gradients have the bits of a
+        box's on the same device. A module is used as it is at each call, and is as it was
+        afterwards: its mode, buffers, `.grad`, flags and hooks. A job is over when it was
+        submitted, `result()` raises what it failed with, and what that was caused by is its
+        `__cause__`. One job runs at a time in a process.
+
+        Args:
+            models: live modules by name; or the path of a models file, whose models are built when
+                they are first used.
+            device: where the models of a file go: "auto", "cpu", "cuda:1".
+
+        Raises:
+            ModuleNotFoundError: the worker's packages are not installed.
+            InvalidJob: the models are none, or the file cannot be read.
+        """
+        box = open_box(models, device=device)
+        client = cls.__new__(cls)
+        connection = LocalConnection(box)
+        client._use(connection, LocalSubmitter(connection, box))
+        return client
+
+    def _use(
+        self, connection: Connection, submitter: Submitter, *, results: Path | None = None
+    ) -> None:
+        """Send by these.
+
+        Args:
+            results: the box's own folder of results, if it is this machine's.
+        """
+        self.url = connection.url
+        self._connection, self._submitter, self._results = connection, submitter, results
+        self._waits = JobWaits(connection)
 
     def __repr__(self) -> str:
         return f"GradClient({self.url!r})"
@@ -388,7 +431,8 @@ class GradClient:
         view = self.model_info(model)
         if not view.usable:
             raise UnusableModel(f"the model {view.name!r} cannot be used: {view.reason}")
-        named = f"{view.name}@{view.version}"
+        # A live module's numbers may change, so that it has no version.
+        named = f"{view.name}@{view.version}" if view.version else view.name
         given = RemoteOptions(model=named, readout=readout, wrt=wrt, **options)
         return RemoteModel(self, view, weights=weights, options=given, progress=progress)
 
@@ -448,6 +492,11 @@ class GradClient:
         return self._handle(send(submission, progress=progress, stop=stop, wait_s=wait_s))
 
     def _handle(self, answered: Answered) -> Job:
-        results, waits = self._results, self._waits
-        view, result = answered.view, answered.result
-        return Job(self._connection, view, waits=waits, result=result, results=results)
+        return Job(
+            self._connection,
+            answered.view,
+            waits=self._waits,
+            result=answered.small,
+            results=self._results,
+            held=answered.result if isinstance(answered, Ended) else None,
+        )

@@ -19,6 +19,7 @@
     ├── ResultNotReady                  the job has no result: it still runs, or it did not end well
     ├── ResultGone                      the job had a result, and it has been removed
     ├── BlobInUse                       the blob is needed by a job that waits or runs
+    ├── NeedsBox                        what only a box does, asked of GradClient.local
     ├── InvalidRequest                  a query, a header or a range that the box does not take
     ├── JobFailed                       the job ended in `failed`
     │   ├── ReplayMismatch              a replay did not reproduce the first pass
@@ -255,6 +256,15 @@ class BlobInUse(GradboxError):
     title = "A job needs the blob"
     category = "user"
     status = 409
+
+
+class NeedsBox(GradboxError):
+    """Only a box does this, and the client computes in its own process: `GradClient.local`."""
+
+    code = "needs-box"
+    title = "Only a box does this"
+    category = "user"
+    status = 501
 
 
 class InvalidRequest(GradboxError):

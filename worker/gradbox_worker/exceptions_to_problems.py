@@ -68,7 +68,7 @@ def caught(
     call: Callable[[], T],
     *,
     doing: str,
-    let_through: type[BaseException] | tuple[()] = (),
+    let_through: type[BaseException] | tuple[type[BaseException], ...] = (),
     explain: Callable[[BaseException], GradboxError | None] = lambda error: None,
     devices: Sequence[torch.device] = (),
     log_level: int = logging.ERROR,

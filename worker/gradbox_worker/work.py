@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from gradbox.errors import JobTimedOut
 from gradbox.protocol import JobSpec, Problem, ResultView
 from gradbox.results.result_files import HeldTensors
 
@@ -146,3 +147,11 @@ class Device(Protocol):
 
     def close(self) -> None:
         """Write what another process is to go on from; called once, after the last job."""
+
+
+def out_of_time(timeout_s: float) -> JobTimedOut:
+    """Return the error of a job that ran for too long."""
+    return JobTimedOut(
+        f"expected the job to end within its timeout_s of {timeout_s:g} s, but it still ran; "
+        f"submit it with a larger timeout_s, or with fewer or shorter shards"
+    )

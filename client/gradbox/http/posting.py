@@ -36,7 +36,7 @@ class Answered:
     """What the box said of a job, and its result file where that came along."""
 
     view: JobView
-    result: memoryview | None = None
+    small: memoryview | None = None
 
 
 @dataclass(frozen=True)

@@ -90,9 +90,11 @@ class BackwardPass:
 class DoneRemoteForward:
     """A forward job that is done, and the gradient jobs at cotangents of its outputs."""
 
-    def __init__(self, owner: Owner, *, job_id: str, calls: Mapping[int, CallFacts]) -> None:
+    def __init__(self, owner: Owner, *, result: GradResult, calls: Mapping[int, CallFacts]) -> None:
         self._owner = owner
-        self._job_id = job_id
+        # Its tensors have no graph. A job of this process is kept for as long as its result lives.
+        self._result = result
+        self._job_id = result.manifest.job
         self._calls = calls
         self._passes: dict[int, BackwardPass] = {}
 
@@ -202,7 +204,7 @@ class Runner(Owner, Protocol):
     def run_until(self, forward: RemoteForward) -> None:
         """Run the forward jobs that wait, up to this one; raises what the first failed with."""
 
-    def done_forward(self, job_id: str, calls: Mapping[int, CallFacts]) -> DoneRemoteForward:
+    def done_forward(self, result: GradResult, calls: Mapping[int, CallFacts]) -> DoneRemoteForward:
         """Return the backward half of a forward job that is done."""
 
 
@@ -301,7 +303,7 @@ class RemoteForward:
         return result
 
     def _record(self, result: GradResult, facts: Mapping[int, CallFacts]) -> None:
-        done = self._owner.done_forward(result.manifest.job, facts)
+        done = self._owner.done_forward(result, facts)
         # Made before all outputs, so that autograd runs them after those, see `autograd`.
         of_job = GradientJob.apply(self._owner.anchor, done, *self._leaves)  # type: ignore[no-untyped-call]
         of_inputs = {

@@ -179,9 +179,9 @@ class RemoteModel:
                 else:
                     self._grads[name] = gradient.clone()
 
-    def done_forward(self, job_id: str, calls: Mapping[int, CallFacts]) -> DoneRemoteForward:
+    def done_forward(self, result: GradResult, calls: Mapping[int, CallFacts]) -> DoneRemoteForward:
         """Return the backward half of a forward job that is done."""
-        return DoneRemoteForward(self, job_id=job_id, calls=calls)
+        return DoneRemoteForward(self, result=result, calls=calls)
 
     def run_until(self, forward: RemoteForward) -> None:
         """Run the forward jobs that wait, up to this one; each begins with the buffers of the last.

@@ -218,7 +218,12 @@ class HeldTensors(ReadInPlace):
     Args:
         tensors: as a result file has them, SECTION/NAME, on the CPU.
         metadata: as a result file has it.
+
+    Attributes:
+        job: what is kept of the job for others that go on from it, for as long as this lives.
     """
+
+    job: object = None
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
         self._tensors = dict(tensors)

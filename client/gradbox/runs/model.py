@@ -45,8 +45,10 @@ class Trained(Protocol):
 class CotangentsOfStep(DoneRemoteForward):
     """A forward job that is done, whose cotangents are kept for a step."""
 
-    def __init__(self, owner: RunModel, *, job_id: str, calls: Mapping[int, CallFacts]) -> None:
-        super().__init__(owner, job_id=job_id, calls=calls)
+    def __init__(
+        self, owner: RunModel, *, result: GradResult, calls: Mapping[int, CallFacts]
+    ) -> None:
+        super().__init__(owner, result=result, calls=calls)
         self._run = owner.run
 
     def input_grads(self, call: int) -> NoReturn:
@@ -112,9 +114,9 @@ class RunModel(RemoteModel):
         seed = step_seed(self.run.view.seed, (state.step or 0) + 1)
         return super().run_job(replace(computation, seed=seed))
 
-    def done_forward(self, job_id: str, calls: Mapping[int, CallFacts]) -> DoneRemoteForward:
+    def done_forward(self, result: GradResult, calls: Mapping[int, CallFacts]) -> DoneRemoteForward:
         """Return the backward half of a forward job that is done."""
-        return CotangentsOfStep(self, job_id=job_id, calls=calls)
+        return CotangentsOfStep(self, result=result, calls=calls)
 
     def _run(self, forward: RemoteForward) -> None:
         # The step takes the buffers out of the forward job's result.

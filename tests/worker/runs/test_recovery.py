@@ -36,7 +36,7 @@ from gradbox_worker.device.warm_device import WarmDevice
 from gradbox_worker.exceptions_to_problems import Caught
 from gradbox_worker.runs import RecordedRuns, resident
 from gradbox_worker.runs.state_file import StateFiles
-from gradbox_worker.work import Failed, Finished, Stopped
+from gradbox_worker.work import Failed, Finished, Stopped, Work
 from tests.boxes import tensors_in
 from tests.service.boxes import a_record
 from tests.valkey import server
@@ -426,9 +426,9 @@ def test_cotangents_of_the_runs_own_model_make_a_step(
     replayed: list[str] = []  # forward jobs whose graphs were not there
     read = cotangents.first_outputs
 
-    def noted(path: Path | None, job_id: str, on: torch.device) -> Any:
+    def noted(work: Work, job_id: str, on: torch.device) -> Any:
         replayed.append(job_id)
-        return read(path, job_id, on)
+        return read(work, job_id, on)
 
     monkeypatch.setattr(cotangents, "first_outputs", noted)
     whole, halves = device.begin(seed=3), device.begin(seed=3)

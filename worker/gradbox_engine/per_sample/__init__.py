@@ -9,6 +9,7 @@ from gradbox_engine.errors import (
 )
 from gradbox_engine.per_sample.api import jacobian, per_sample_gradient
 from gradbox_engine.per_sample.pieces import Sink
+from gradbox_engine.per_sample.planned_model import forget_plans
 from gradbox_engine.per_sample.request import OtherShards, SampleResult
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "SampleResult",
     "SelfCheckFailed",
     "Sink",
+    "forget_plans",
     "jacobian",
     "per_sample_gradient",
 ]

@@ -26,6 +26,11 @@ ALWAYS_COMPARED = 64  # samples from which on every job compares a row
 _plans: weakref.WeakKeyDictionary[nn.Module, dict[Any, Plan]] = weakref.WeakKeyDictionary()
 
 
+def forget_plans(model: nn.Module) -> None:
+    """Make plans anew: the model is not what it was when jobs made them."""
+    _plans.pop(model, None)
+
+
 @dataclass
 class PlanInUse:
     """A plan, and what this job did with it."""

@@ -61,7 +61,7 @@ from gradbox_worker.exceptions_to_problems import (
 from gradbox_worker.files.blob_tensors import Blobs, BlobTensors
 from gradbox_worker.files.result_in_memory import ResultInMemory, ResultPlace
 from gradbox_worker.files.result_in_place import ResultOnDisk
-from gradbox_worker.models.registry import Registry
+from gradbox_worker.models.registry import Models
 from gradbox_worker.runs import RunStates
 from gradbox_worker.work import Finished, Stopped, Work
 
@@ -101,7 +101,7 @@ class Execution:
     """
 
     work: Work
-    registry: Registry
+    registry: Models
     blobs: Blobs | Mapping[str, Blob]
     kept: KeptGraphs
     observer: Observer

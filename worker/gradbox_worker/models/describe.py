@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
@@ -25,16 +25,27 @@ def describe_model(entry: ModelEntry, model: nn.Module, *, version: str) -> Mode
     The model is called once or a few times, on the device that it is on, for an example; it is as
     before afterwards.
     """
+    view = describe_module(entry.name, model, methods=entry.methods, version=version)
+    return view.model_copy(update={"example": find_example(model, entry.methods[0])})
+
+
+def describe_module(
+    name: str, model: nn.Module, *, methods: Iterable[str], version: str
+) -> ModelView:
+    """Describe a model, which is not called.
+
+    Args:
+        methods: the entry points that jobs may call.
+    """
     return ModelView(
-        name=entry.name,
+        name=name,
         version=version,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         size_bytes=size_bytes(model),
         parameters=[_tensor_view(name, p) for name, p in model.named_parameters()],
         buffers=[_tensor_view(name, buffer) for name, buffer in model.named_buffers()],
         tied=_tied_names(model),
-        methods={name: describe_method(getattr(model, name)) for name in entry.methods},
-        example=find_example(model, entry.methods[0]),
+        methods={method: describe_method(getattr(model, method)) for method in methods},
     )
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -48,6 +48,30 @@ class Loaded:
     devices: tuple[torch.device, ...]  # on which they are
 
 
+class Models(Protocol):
+    """The models that jobs on one device may have, as a job's execution sees them."""
+
+    @property
+    def device(self) -> torch.device:
+        """Of all models that are on one."""
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """On which any of the models may be."""
+
+    def holds(self, name: str) -> bool:
+        """Return whether a model is on the device, so that `get` need not load it."""
+
+    def num_idle(self, *, but: str) -> int:
+        """Return how many models are on the device that a job on the model `but` does not need."""
+
+    def drop_idle(self, *, but: str, wanted_bytes: int) -> list[str]:
+        """Drop models that a job does not need; see `Registry.drop_idle`."""
+
+    def get(self, name: str, version: str | None = None) -> Loaded:
+        """Return a model, ready on the device."""
+
+
 class Registry:
     """The models of one models file on one device."""
 
@@ -75,7 +99,7 @@ class Registry:
                 A single model larger than that is loaded all the same.
             limit: holds the process to the memory that it may take while a model is built.
         """
-        self.device = device
+        self._device = device
         self._gpus = tuple(gpus)
         self._entries = dict(entries)
         self._budget_bytes = budget_bytes
@@ -83,6 +107,11 @@ class Registry:
         self._versions = dict(versions or {})
         self._unusable = dict(unusable or {})
         self._limit = limit
+
+    @property
+    def device(self) -> torch.device:
+        """Of all models that fit one GPU."""
+        return self._device
 
     @property
     def devices(self) -> tuple[torch.device, ...]:

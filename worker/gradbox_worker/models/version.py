@@ -50,7 +50,7 @@ def model_version(model: nn.Module, *, code: str = "") -> str:
         TypeError: a parameter or buffer is sparse or quantized, so that it has no plain bytes.
     """
     digest = hashlib.sha256()
-    for line in (f"code {code}", *_architecture(model)):
+    for line in (f"code {code}", *architecture(model)):
         digest.update(OF_A_FILE.sub("gradbox_models_", line).encode() + b"\n")
     _add_weights(digest, model)
     return digest.hexdigest()
@@ -79,7 +79,8 @@ def _add_weights(digest: hashlib._Hash, model: nn.Module) -> None:
             digest.update(piece)
 
 
-def _architecture(model: nn.Module) -> Iterator[str]:
+def architecture(model: nn.Module) -> Iterator[str]:
+    """Give lines that say what a model is without its weights."""
     configs: set[int] = set()
     for path, module in model.named_modules(remove_duplicate=False):
         cls = type(module)

@@ -33,7 +33,6 @@ from redis.client import Pipeline
 from gradbox.errors import (
     GradboxError,
     JobFailed,
-    JobTimedOut,
     OutOfMemory,
     RunConflict,
     WorkerLost,
@@ -58,7 +57,7 @@ from gradbox_service.store import ResultStore
 from gradbox_worker.device.last_step import LastStep
 from gradbox_worker.device.orders import Orders
 from gradbox_worker.turns.supervision import WORKER, JobSupervision, StopReason
-from gradbox_worker.work import Device, Died, Failed, Finished, Outcome, Stopped, Work
+from gradbox_worker.work import Device, Died, Failed, Finished, Outcome, Stopped, Work, out_of_time
 
 log = logging.getLogger(__name__)
 
@@ -383,7 +382,7 @@ def _transition(
         case _, StopReason.CANCELLED:
             return lambda r: r.cancelled(attempt=attempt, now_s=time.time())
         case _, StopReason.OUT_OF_TIME:
-            return _failed(record, Problem.of(_out_of_time(record)))
+            return _failed(record, Problem.of(out_of_time(record.timeout_s)))
         case (_, StopReason.LEAVING) | (Stopped(leaving=True), None):
             return _release(attempt)
         case Died() as died, None:
@@ -410,13 +409,6 @@ def _repeated(died: Died) -> JobFailed:
     return WorkerLost(
         f"two attempts ended by the same fault ({died.fault}): {died.reason}, and a third would "
         f"end so, too; if smaller shards do not help, ask the box's owner for the worker's log"
-    )
-
-
-def _out_of_time(record: JobRecord) -> JobTimedOut:
-    return JobTimedOut(
-        f"expected the job to end within its timeout_s of {record.timeout_s:g} s, but it still "
-        f"ran; submit it with a larger timeout_s, or with fewer or shorter shards"
     )
 
 
