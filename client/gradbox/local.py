@@ -135,6 +135,10 @@ class LocalConnection(Connection):
         """Refuse: see `request`."""
         _refuse(method, path)
 
+    def backoff(self) -> NoReturn:
+        """Refuse: a job's events are followed on a box."""
+        _refuse("GET", "/v1/jobs")
+
 
 class LocalSubmitter(Submitter):
     """Has computations done here."""

@@ -130,16 +130,17 @@ class LiveModel:
         self._name, self._module = name, module
         self._seen: list[Any] = []
         self._view = ModelView(name=name)
+        self._devices = model_devices(module)
 
     @property
     def device(self) -> torch.device:
         """Where inputs go."""
-        return self.devices[0]
+        return self._devices[0]
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """Where its tensors lie now."""
-        return model_devices(self._module)
+        """Where its tensors lay when it was last described, as it is at the beginning of a job."""
+        return self._devices
 
     def holds(self, name: str) -> bool:
         """Return that it is there."""
@@ -181,7 +182,7 @@ class LiveModel:
             forget_plans(self._module)
             methods = _methods(self._module)
             self._view = describe_module(self._name, self._module, methods=methods, version="")
-            self._seen = seen
+            self._seen, self._devices = seen, model_devices(self._module)
         return self._view
 
 
