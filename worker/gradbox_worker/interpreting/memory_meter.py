@@ -3,7 +3,8 @@
 A `Meter` sits below autograd and sees every kernel call. Before each it runs the call on meta
 tensors of the same shapes, which takes no memory, and adds up the bytes of the new tensors; the
 call that would exceed the budget is refused before it allocates. Much of torch's meta kernels is
-Python, 0.3 ms for a product. So a call that works entry by entry, or reduces, is bounded by its
+Python, 0.3 ms for a product, so what a call takes is foreseen once for the same shapes, as those of
+shard after shard. And a call that works entry by entry, or reduces, is bounded by its
 arguments' entries instead where that much fits, and its tensors are counted once they are there.
 The sum counts what is freed in between as well. It counts what calls return: neither what a kernel
 allocates for itself (a copy of an expanded input, say) nor the backward. For these whoever runs the
@@ -30,6 +31,8 @@ _GIB: Final = 2**30
 # What results have at most one entry for each of the arguments' common shape.
 _BY_ENTRY: Final = {torch.Tag.pointwise, getattr(torch.Tag, "reduction", torch.Tag.pointwise)}
 _WIDEST_BYTES: Final = 16
+_MOST_FORESEEN: Final = 1000
+_foreseen: Final[dict[Any, int | None]] = {}
 
 
 def metered(function: Callable[..., Any], *, budget_bytes: int) -> Callable[..., Any]:
@@ -108,10 +111,28 @@ def _most(func: Any, makes: list[bool], args: Any, kwargs: Any) -> int | None:
 
 def _foresee(func: Any, makes: list[bool], args: Any, kwargs: Any) -> int | None:
     """Return the bytes of the new tensors that a call will make; None where shapes don't say."""
+    form = (func, _form(args), _form(kwargs))
+    if form in _foreseen:
+        return _foreseen[form]
     try:
-        return _new_bytes(func(*_meta(args), **_meta(kwargs)), makes)
+        found = _new_bytes(func(*_meta(args), **_meta(kwargs)), makes)
     except (NotImplementedError, RuntimeError, IndexError, ValueError, TypeError):
-        return None
+        found = None
+    if len(_foreseen) >= _MOST_FORESEEN:
+        _foreseen.clear()
+    _foreseen[form] = found
+    return found
+
+
+def _form(value: Any) -> Any:
+    """Return what is equal for arguments on which the meta call of a function is the same."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, list | tuple):
+        return type(value), tuple(_form(item) for item in value)
+    if isinstance(value, Mapping):
+        return tuple((name, _form(item)) for name, item in value.items())
+    return type(value), repr(value)  # 1, 1.0 and True are equal, and nan is not equal to itself
 
 
 def _meta(value: Any) -> Any:
