@@ -72,7 +72,7 @@ class Ended(Answered):
         return self.tensors
 
 
-class LocalBox(Protocol):
+class InProcessBox(Protocol):
     """What computes in this process: `gradbox_worker.local.LocalBox`."""
 
     def models(self) -> list[ModelView]:
@@ -89,7 +89,7 @@ class LocalBox(Protocol):
         """
 
 
-def open_box(models: Mapping[str, nn.Module] | str | Path, *, device: str) -> LocalBox:
+def open_box(models: Mapping[str, nn.Module] | str | Path, *, device: str) -> InProcessBox:
     """Return what computes on these models in this process.
 
     Raises:
@@ -103,14 +103,14 @@ def open_box(models: Mapping[str, nn.Module] | str | Path, *, device: str) -> Lo
             f"{error.name} is not installed: pip install 'gradbox[worker]'",
             name=error.name,
         ) from error
-    box: LocalBox = room.LocalBox(models, device=device)
+    box: InProcessBox = room.LocalBox(models, device=device)
     return box
 
 
 class LocalConnection(Connection):
     """Stands where a connection to a box does, and opens none."""
 
-    def __init__(self, box: LocalBox) -> None:
+    def __init__(self, box: InProcessBox) -> None:
         self.url = URL
         self.closed = False
         self._box = box
@@ -143,7 +143,7 @@ class LocalConnection(Connection):
 class LocalSubmitter(Submitter):
     """Has computations done here."""
 
-    def __init__(self, connection: LocalConnection, box: LocalBox) -> None:
+    def __init__(self, connection: LocalConnection, box: InProcessBox) -> None:
         self._connection, self._box = connection, box
         self._known = KnownTensors()  # none: every job brings all its tensors
 

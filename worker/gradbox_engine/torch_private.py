@@ -30,6 +30,7 @@ __all__ = [
     "flattened",
     "function_mode_enabled",
     "hooks_after_accumulation",
+    "hooks_on_calls",
     "hooks_on_gradient",
     "inside_transform",
     "is_traceable_wrapper_subclass",
@@ -82,6 +83,14 @@ def hooks_on_gradient(tensor: Tensor) -> MutableMapping[int, Any] | None:
     penalty's gradient would not pass through hooks of the model's own.
     """
     return tensor._backward_hooks
+
+
+def hooks_on_calls(module: nn.Module) -> list[Any]:
+    """Return a module's hooks before and after its calls.
+
+    Without it, plans of rows would outlive a hook that the user of a live module registers.
+    """
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
 def hooks_after_accumulation(tensor: Tensor) -> MutableMapping[int, Any] | None:

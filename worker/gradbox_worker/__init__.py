@@ -4,6 +4,7 @@
     cluster/        one job on many devices of a Ray cluster
     turns/          one turn of RQ is one attempt at a job: its record, lease, time limit, outcome
     device/         the warm process that keeps the models, as its parent sees it and from inside
+    local/          jobs in the client's own process, without a box
     computations/   one job: its spec read, the engine called, the result and receipt written
     runs/           states of runs that train, in memory and on disk, and their adapters
     interpreting/   the graphs of a job's functions, checked as they run

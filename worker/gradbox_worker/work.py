@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from gradbox.errors import JobTimedOut
 from gradbox.protocol import JobSpec, Problem, ResultView
-from gradbox.results.result_files import HeldTensors
+
+if TYPE_CHECKING:  # a worker's parent process loads no NumPy
+    from gradbox.results.result_files import HeldTensors
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradbox.errors import InvalidInputs
-from gradbox.protocol import CotangentsLoss, GradientSpec, Receipt, StepSpec
+from gradbox.protocol import CotangentsLoss, GradientSpec, StepSpec
 from gradbox_engine import CotangentGradient, FirstOutputs
 from gradbox_engine.model.calling.outputs import BARE, Outputs
 from gradbox_engine.ranges import Range
@@ -20,7 +20,7 @@ from gradbox_worker.computations.engine_inputs import TensorSource
 from gradbox_worker.computations.held_jobs import held_gradient
 from gradbox_worker.computations.job import Computed, LoadedJob
 from gradbox_worker.computations.sections import input_gradients, section
-from gradbox_worker.files.earlier_result import earlier_result
+from gradbox_worker.files.earlier_result import earlier_result, receipt_of
 from gradbox_worker.work import Work
 
 OUTPUTS = "outputs/"
@@ -102,7 +102,7 @@ def first_outputs(work: Work, job_id: str, device: torch.device) -> FirstOutputs
             f"expected the outputs of job {job_id}, which the cotangents belong to, but its result "
             f"is not on this box any more, or damaged on its disk; run the forward job again"
         )
-    receipt = Receipt.model_validate_json(result.metadata["gradbox"])
+    receipt = receipt_of(result)
     named = {
         name.removeprefix(OUTPUTS): result.tensor(name).to(device)
         for name in result.names

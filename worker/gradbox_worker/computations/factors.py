@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from gradbox.errors import InvalidInputs
-from gradbox.protocol import Receipt
 from gradbox.results.factors import FACTORS, read_factors
 from gradbox.results.row_reductions import GRADIENT
 from gradbox_factors import Factored, packed
-from gradbox_worker.files.earlier_result import earlier_result
+from gradbox_worker.files.earlier_result import earlier_result, receipt_of
 from gradbox_worker.work import Work
 
 
@@ -33,7 +32,7 @@ def stored_rows(work: Work, *, of: str, device: torch.device) -> Factored:
             f"against: expected the rows of job {of}, but its result is not on this box any more, "
             f"or damaged on its disk; run that job again"
         )
-    receipt = Receipt.model_validate_json(file.metadata["gradbox"])
+    receipt = receipt_of(file)
     if FACTORS not in file.metadata:
         arrays = {name: file.tensor(f"grads/{name}").to(device) for name in receipt.names}
         return Factored.of_arrays(arrays, one_output=receipt.computation == GRADIENT)

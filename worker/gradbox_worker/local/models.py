@@ -23,6 +23,7 @@ from gradbox.errors import InvalidJob, UnknownModel, UnusableModel
 from gradbox.protocol import ModelView
 from gradbox_engine.model.prepared import model_devices
 from gradbox_engine.per_sample import forget_plans
+from gradbox_engine.torch_private import hooks_on_calls
 from gradbox_service.admission.model import unknown_model, version_among
 from gradbox_worker.computations.placement import choose_device, gpus_of, memory_bytes
 from gradbox_worker.errors import DeviceNotStarted, ModelsFileError
@@ -89,7 +90,7 @@ def find(reference: str, models: LocalModels) -> ModelView:
     """
     name, _, wanted = reference.partition("@")
     if name not in models.names:
-        raise unknown_model(name, list(models.names))
+        raise unknown_model(name, sorted(models.names))
     view = models.view(name)
     if wanted and not view.version:
         raise UnknownModel(
@@ -230,8 +231,8 @@ class FileModels:
 
 
 def _methods(module: nn.Module) -> list[str]:
-    """Return the entry points of a module that nobody restricts: public methods of its own."""
-    own = [cls for cls in type(module).__mro__ if cls not in nn.Module.__mro__]
+    """Return the entry points of a module that nobody restricts: public methods beside torch's."""
+    own = [cls for cls in type(module).__mro__ if not f"{cls.__module__}.".startswith("torch.nn.")]
     found = {
         name
         for cls in own
@@ -248,7 +249,7 @@ def _looks(module: nn.Module) -> list[Any]:
     code: list[Any] = []
     for one in module.modules():
         code.append(getattr(one.forward, "__func__", one.forward))
-        code += [*one._forward_pre_hooks.values(), *one._forward_hooks.values()]
+        code += hooks_on_calls(one)
     named = (
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
