@@ -4,7 +4,7 @@ The box runs on a Ray cluster of two CPU actors on this machine. A round is one 
 of devices, in turn; times run from submit until the gradients are in the client's hands. All jobs
 must give the same gradients. Jobs of a trivial model tell what an actor adds to a plain device
 process, whose box runs beside the other, idle, meanwhile. The ceiling of a speed-up is that of the
-machine: two processes that compute the same without a box, against one.
+machine: two processes that compute the same without a box, against one, once in every round.
 
 The first jobs that project rows make the plans for their shards' shapes, on one device and on two;
 the plans are of their readout, so each of the two has one of its own, and a later job finds them.
@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any, Final
@@ -35,6 +36,8 @@ from gradbox_worker.demo import task
 from gradbox_worker.demo.box import running_box
 
 SAME: Final = 1e-5  # float32, another order of the sum
+Ceiling = Callable[[], float]
+
 DEVICES: Final = (1, 2)
 NUM_TRIVIAL: Final = 50
 TRIVIAL: Final = """
@@ -45,6 +48,8 @@ source = "{}:build"
 
 # What DESIGN.md and the issue ask for.
 SPEED_UP: Final = 1.8
+OF_CEILING: Final = 0.92
+FIRST_ROWS: Final = 1.3
 SPEED_UP_WITH_GRAPHS: Final = 2.3
 OVERHEAD_S: Final = 0.010
 MOVED: Final = 1.1  # times the least
@@ -73,11 +78,17 @@ class Timing:
     retained: tuple[int, int]
     bytes_moved: dict[str, int]
     result_bytes: int  # of the sums of gradients
+    ceilings: list[float]
 
     @property
     def speed_up(self) -> float:
         """The median of the rounds' ratios."""
         return median_of_ratios(self.one_s, self.two_s)
+
+    @property
+    def ceiling(self) -> float:
+        """The median of what two processes gained over one without a box."""
+        return statistics.median(self.ceilings)
 
 
 @dataclass(frozen=True)
@@ -91,7 +102,6 @@ class ClusterTimes:
     rows: Timing
     trivial_s: float  # on the cluster, median
     plain_s: float  # on a plain box, median
-    ceilings: tuple[float, float, float]  # of the set gradient, with graphs, and of rows
     reduction: Reduction
 
 
@@ -121,12 +131,13 @@ def measure_cluster(plan: ClusterPlan) -> ClusterTimes:
             clients.append(stack.enter_context(GradClient(url=url, token=token)))
         on_cluster, plain = clients
         job, half = task.job(towers), _half(graph_bytes(towers))
+        gradients, graphs_kept, projected = _ceilings(plan)
         trivial_s, plain_s = _trivial(on_cluster), _trivial(plain)
-        without = _timed(on_cluster, replace(job, retain=0), plan.rounds)
-        graphs = _timed(on_cluster, replace(job, retain=half), plan.rounds)
+        without = _timed(on_cluster, replace(job, retain=0), plan.rounds, gradients)
+        graphs = _timed(on_cluster, replace(job, retain=half), plan.rounds, graphs_kept)
         first = [_rows(towers, plan.num_samples, readout) for readout in (_pooled, _pooled_too)]
-        first_rows = _timed(on_cluster, first[1], 1, on_one=first[0])
-        rows = _timed(on_cluster, first[1], plan.rounds)
+        first_rows = _timed(on_cluster, first[1], 1, projected, on_one=first[0])
+        rows = _timed(on_cluster, first[1], plan.rounds, projected)
     return ClusterTimes(
         plan,
         without_graphs=without,
@@ -135,7 +146,6 @@ def measure_cluster(plan: ClusterPlan) -> ClusterTimes:
         rows=rows,
         trivial_s=trivial_s,
         plain_s=plain_s,
-        ceilings=_ceilings(plan),
         reduction=measure_reduction(),
     )
 
@@ -154,25 +164,29 @@ def cluster_section(found: ClusterTimes) -> str:
             f"{statistics.median(timing.one_s):.1f}",
             f"{statistics.median(timing.two_s):.1f}",
             f"{timing.speed_up:.2f}",
-            f"{ceiling:.2f}",
+            f"{timing.ceiling:.2f}",
             f"{timing.retained[0]} and {timing.retained[1]}",
         ]
-        for name, timing, ceiling in (
-            ("no graphs kept", cold, found.ceilings[0]),
-            ("room for half on one", warm, found.ceilings[1]),
-            (f"{projected}, the first time", found.first_rows, found.ceilings[2]),
-            (projected, rows, found.ceilings[2]),
+        for name, timing in (
+            ("no graphs kept", cold),
+            ("room for half on one", warm),
+            (f"{projected}, the first time", found.first_rows),
+            (projected, rows),
         )
     ]
     bars = [
         (cold.speed_up >= SPEED_UP, f"two devices are {SPEED_UP} × one"),
         (
+            cold.speed_up >= OF_CEILING * cold.ceiling,
+            f"they reach {OF_CEILING} of what two processes without a box do",
+        ),
+        (
             warm.speed_up >= SPEED_UP_WITH_GRAPHS,
             f"with room for all graphs on two they are {SPEED_UP_WITH_GRAPHS} × one",
         ),
         (
-            found.first_rows.speed_up >= SPEED_UP,
-            f"projected rows are {SPEED_UP} × one, the first time",
+            found.first_rows.speed_up >= FIRST_ROWS,
+            f"projected rows are {FIRST_ROWS} × one, the first time",
         ),
         (rows.speed_up >= SPEED_UP, f"projected rows are {SPEED_UP} × one"),
         (added_s <= OVERHEAD_S, "an actor adds at most 10 ms to a job"),
@@ -188,8 +202,9 @@ def cluster_section(found: ClusterTimes) -> str:
         f"{plan.shard}, on one and two CPU actors of one thread each; {plan.rounds} rounds. "
         f"Load of the machine at the end: {os.getloadavg()[0]:.1f}.",
         table(["", "one device, s", "two devices, s", "speed-up", "ceiling", "graphs kept"], lines),
-        "The ceiling is what two processes of one thread gain over one on this machine, without"
-        f" a box, on one {CEILING_PART}th of the shards; rows with their plans made.",
+        "The ceiling is what two processes of one thread gain over one on this machine, without a"
+        f" box, on one {CEILING_PART}th of the shards; rows with their plans made. The median of"
+        " the rounds, each of which measures it behind the two jobs.",
         f"A trivial job takes {found.trivial_s * 1e3:.1f} ms on the cluster, "
         f"{found.plain_s * 1e3:.1f} ms on a plain box. Moved: "
         + ", ".join(f"{kind} {size / MIB:.2f} MiB" for kind, size in moved.items())
@@ -207,16 +222,17 @@ def _half(graphs: Sequence[float]) -> int:
     return int(sum(graphs) / 2 + max(graphs))
 
 
-def _ceilings(plan: ClusterPlan) -> tuple[float, float, float]:
+def _ceilings(plan: ClusterPlan) -> tuple[Ceiling, Ceiling, Ceiling]:
+    """Return what measures it: of a set gradient, of one with graphs kept, and of rows."""
     pairs = plan.num_pairs // CEILING_PART
     whole, half = (["--pairs", str(number)] for number in (pairs, pairs // 2))
     towers = task.tokenised(task.Size(num_pairs=pairs, shard_size=plan.shard))
     some, every = (["--retain", str(size)] for size in (_half(graph_bytes(towers)), ALL))
     gradient, rows = ((step, "--shard", str(plan.shard)) for step in ("gradient", "rows"))
     return (
-        ceiling(*gradient, one=whole, two=half),
-        ceiling(*gradient, one=whole + some, two=half + every),
-        ceiling(*rows, one=whole, two=half),
+        partial(ceiling, *gradient, one=whole, two=half),
+        partial(ceiling, *gradient, one=whole + some, two=half + every),
+        partial(ceiling, *rows, one=whole, two=half),
     )
 
 
@@ -259,13 +275,19 @@ def _timed(
     client: GradClient,
     job: Gradient | PerSampleGradient,
     rounds: int,
+    bare: Ceiling,
     *,
     on_one: Gradient | PerSampleGradient | None = None,
 ) -> Timing:
-    """Time a job on one device and on two; `on_one` is another job for one device."""
+    """Time a job on one device and on two; `on_one` is another job for one device.
+
+    Args:
+        bare: measures the ceiling, once in every round.
+    """
     jobs = {1: on_one or job, 2: job}
     seconds: dict[int, list[float]] = {devices: [] for devices in DEVICES}
     results: dict[int, GradResult] = {}
+    ceilings = []
     for _ in range(rounds):
         for devices in DEVICES:
             begin = time.perf_counter()
@@ -273,6 +295,7 @@ def _timed(
                 progress=False
             )
             seconds[devices].append(time.perf_counter() - begin)
+        ceilings.append(bare())
     one, two = (results[devices] for devices in DEVICES)
     apart = relative_difference(_answer(two), _answer(one))
     if apart > SAME:
@@ -280,7 +303,7 @@ def _timed(
     retained = (one.manifest.shards_retained or 0, two.manifest.shards_retained or 0)
     result_bytes = sum(tensor.nbytes for tensor in _answer(two).values())
     moved = two.manifest.bytes_moved or {}
-    return Timing(seconds[1], seconds[2], retained, moved, result_bytes)
+    return Timing(seconds[1], seconds[2], retained, moved, result_bytes, ceilings)
 
 
 def _trivial(client: GradClient) -> float:

@@ -14,6 +14,7 @@ JOB = Timing(
     retained=(1, 2),
     bytes_moved={"outputs": MIB, "cotangents": MIB, "sums": 80 * MIB, "inputs": 50 * MIB},
     result_bytes=80 * MIB,
+    ceilings=[1.9],
 )
 MET = ClusterTimes(
     ClusterPlan(num_pairs=64, shard=8, rounds=1),
@@ -23,7 +24,6 @@ MET = ClusterTimes(
     rows=JOB,
     trivial_s=0.039,
     plain_s=0.030,
-    ceilings=(1.9, 2.4, 1.9),
     reduction=Reduction(sum_s=[0.1, 0.1, 9.0], copy_s=[0.06, 0.06, 0.06]),
 )
 
@@ -49,3 +49,8 @@ def test_a_slow_reduction_misses_the_bar() -> None:
 
 def test_a_ceiling_stands_beside_its_speed_up() -> None:
     assert "| no graphs kept | 20.0 | 8.0 | 2.50 | 1.90 | 1 and 2 |" in cluster_section(MET)
+
+
+def test_a_job_far_below_what_the_machine_allows_misses_the_bar() -> None:
+    (line,) = missed(replace(MET, without_graphs=replace(JOB, ceilings=[2.8])))
+    assert "0.92 of what two processes" in line
