@@ -113,6 +113,12 @@ def _small_jobs(_: argparse.Namespace) -> str:
     return small_jobs_section(measure_small_jobs())
 
 
+def _local(_: argparse.Namespace) -> str:
+    from benchmarks.box.local import local_section, measure_local
+
+    return local_section(measure_local())
+
+
 def _large_results(_: argparse.Namespace) -> str:
     from benchmarks.box.large_results import large_results_section, measure_large_results
 
@@ -216,6 +222,7 @@ ALL: Final[Mapping[str, Callable[[argparse.Namespace], str]]] = {
     "small-calls": _small_calls,
     "service": _service,
     "small-jobs": _small_jobs,
+    "local": _local,
     "training-steps": _training_steps,
     "training-runs": _training_runs,
     "large-results": _large_results,

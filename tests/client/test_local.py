@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import runpy
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -36,7 +37,7 @@ from gradbox import (
 )
 from gradbox.computations import Computation
 from tests import case_models
-from tests.boxes import TestBox
+from tests.boxes import ROOT, TestBox
 from tests.cases import CASES
 from tests.client.conftest import write_models
 from tests.client.remote import NaiveModel, local_outputs, loss_of, remote_outputs
@@ -559,6 +560,16 @@ def test_ctrl_c_goes_through_and_leaves_the_module_as_it_was() -> None:
     assert threading.active_count() >= 1
     with pytest.raises(KeyboardInterrupt):  # the next job begins
         client.run(Gradient(model="mine", inputs=SHARDS, loss=sum_of_squares))
+
+
+def test_the_example_agrees_with_vmap(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("sklearn")
+    folder = Path(ROOT, "examples")
+    monkeypatch.syspath_prepend(folder)
+    runpy.run_path(str(folder / "local.py"), run_name="__main__")
+    assert capsys.readouterr().out.count("from vmap") == 2
 
 
 def test_a_closed_client_takes_no_more() -> None:

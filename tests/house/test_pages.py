@@ -22,7 +22,16 @@ from tests.pages import DOCS, blocks, pages, program, write_files
 # Each program checks its own answers.
 PROGRAMS = [
     f"docs/{name}.md"
-    for name in ("index", "tutorial", "training", "attribution", "gans", "losses", "coming_from")
+    for name in (
+        "index",
+        "tutorial",
+        "training",
+        "attribution",
+        "gans",
+        "local",
+        "losses",
+        "coming_from",
+    )
 ]
 # Pages whose programs need more than a box: their tests say what, and what they must print.
 TESTED_ELSEWHERE = {
