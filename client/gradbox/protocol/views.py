@@ -142,7 +142,7 @@ class ProgressView(View):
 
 
 class ResultView(View):
-    """The result file of a job that is done."""
+    """The result file of a job that is done. Without a box there is none, and no digest of one."""
 
     size_bytes: int
     sha256: str

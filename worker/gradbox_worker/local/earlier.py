@@ -1,15 +1,17 @@
 """What is kept of jobs that others go on from, for as long as somebody holds their results.
 
-A forward job is kept with its inputs, of which the gradient at cotangents is computed, and a copy
-of its outputs, with which the replay is compared; one with rows of samples, with these. Nothing
-else is kept of any job.
+A forward job is kept with its inputs, of which the gradient at cotangents is computed, and its
+outputs, with which the replay is compared; one with rows of samples, with these. They are copies,
+for the user may write to what was handed in and what was returned. Nothing else is kept of any job.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from weakref import WeakValueDictionary
+
+import torch
 
 from gradbox.protocol import ForwardSpec, JobSpec, SampleSpec
 from gradbox.results.result_files import HeldTensors
@@ -76,6 +78,16 @@ class EarlierJobs:
             for name in result.names
         }
         own = HeldTensors(tensors, result.metadata)
-        job = EarlierJob(record, spec, blobs if is_forward else {}, own)
+        inputs = {digest: _copy(blob) for digest, blob in blobs.items()} if is_forward else {}
+        job = EarlierJob(record, spec, inputs, own)
         self._jobs[record.id] = job
         result.job = job
+
+
+def _copy(blob: Blob) -> Blob:
+    copies = {}
+    for name, tensor in blob.tensors.items():
+        source = tensor.source
+        copy = source.detach().clone() if isinstance(source, torch.Tensor) else source.copy()
+        copies[name] = replace(tensor, source=copy)
+    return Blob(copies)
