@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 URL: Final = "this process"
 WORKER: Final = "gradbox_worker.local"
 MODELS: Final = "/v1/models"
-# What a client would have a box do, by how the path begins.
+# What only a box does, by how the path begins, and what to do without one.
 ONLY_ON_A_BOX: Final[Mapping[str, str]] = {
-    "/v1/models/reload": "workers read a models file again; here, make another client",
-    "/v1/jobs": "jobs are kept, so that they can be listed, found by their ids, followed and "
-    "deleted; here, a job is over once it was submitted, and its handle has the result",
-    "/v1/runs": "runs train, whose weights outlive the process; here, add gradients to a module "
-    "(result.apply_to, or f.apply_to of client.model) and let torch's optimizer step",
-    "/v1/blobs": "tensors are uploaded; here, jobs read them where they lie",
+    "/v1/models/reload": "a box's workers read their models file again; here, make another client",
+    "/v1/jobs": "a box keeps jobs, to be listed, found by id, followed and deleted; here, a job is "
+    "over once it was submitted, and its handle has the result",
+    "/v1/runs": "a box keeps runs, whose weights outlive the process; here, add gradients to a "
+    "module (result.apply_to, or f.apply_to of client.model) and let torch's optimizer step",
+    "/v1/blobs": "a box keeps uploaded tensors; here, jobs read them where they lie",
 }
 
 
@@ -174,8 +174,8 @@ class LocalSubmitter(Submitter):
 
 def _refuse(method: str, path: str) -> NoReturn:
     known = (text for begin, text in ONLY_ON_A_BOX.items() if path.startswith(begin))
-    what = next(known, f"{method} {path} is answered")
+    what = next(known, f"a box answers {method} {path}")
     raise NeedsBox(
         f"expected a client of a box, GradClient(), got GradClient.local(...), which computes in "
-        f"this process and keeps nothing: only on a box {what}"
+        f"this process and keeps nothing: {what}"
     )

@@ -24,7 +24,7 @@ from typing import Any, Final
 import torch
 
 from gradbox.computations.computation import Posted, Submission
-from gradbox.errors import InvalidJob, NeedsBox
+from gradbox.errors import InvalidJob, NeedsBox, UnusableModel
 from gradbox.local import Ended
 from gradbox.protocol import (
     CotangentGradientSpec,
@@ -54,6 +54,7 @@ from gradbox_worker.computations.kept_graphs import KeptGraphs
 from gradbox_worker.exceptions_to_problems import Caught, caught
 from gradbox_worker.local.earlier import EarlierJob, EarlierJobs
 from gradbox_worker.local.models import find, local_models
+from gradbox_worker.models.describe import unusable
 from gradbox_worker.work import Finished, Work, out_of_time
 
 OWNER: Final = "local"
@@ -98,8 +99,14 @@ class LocalBox:
         self._spoilt_by: list[Caught] = []  # whose tensors must not be freed, see `Caught`
 
     def models(self) -> list[ModelView]:
-        """Describe the models, as they are now."""
-        return [self._models.view(name) for name in self._models.names]
+        """Describe the models, as they are now; of one that cannot be used, say why."""
+        return [self._view(name) for name in self._models.names]
+
+    def _view(self, name: str) -> ModelView:
+        try:
+            return self._models.view(name)
+        except UnusableModel as error:
+            return unusable(name, str(error))
 
     def model(self, name: str) -> ModelView:
         """Describe one of them.
