@@ -102,11 +102,9 @@ class GradClient:
             client = GradClient.local({"mine": model})  # a live module, wherever it is
             result = client.run(Gradient(model="mine", inputs=shards, loss=info_nce))
 
-        Losses are traced, checked and interpreted as on a box, and gradients have the bits of a
-        box's on the same device. A module is used as it is at each call, and is as it was
-        afterwards: its mode, buffers, `.grad`, flags and hooks. A job is over when it was
-        submitted, `result()` raises what it failed with, and what that was caused by is its
-        `__cause__`. One job runs at a time in a process.
+        Losses are traced and interpreted as on a box, and gradients have the bits of a box's on the
+        same device. A module is used as it is at each call, and is as it was afterwards. A job is
+        over when it was submitted; the `__cause__` of an error is what the model or loss raised.
 
         Args:
             models: live modules by name; or the path of a models file, whose models are built when

@@ -579,7 +579,9 @@ def test_the_example_agrees_with_vmap(
     pytest.importorskip("sklearn")
     folder = Path(ROOT, "examples")
     monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "digits", raising=False)  # a page's, of another folder
     runpy.run_path(str(folder / "local.py"), run_name="__main__")
+    del sys.modules["digits"]
     assert capsys.readouterr().out.count("from vmap") == 2
 
 
