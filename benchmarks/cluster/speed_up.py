@@ -7,7 +7,7 @@ process, whose box runs beside the other, idle, meanwhile. The ceiling of a spee
 machine: two processes that compute the same without a box, against one, once in every round.
 
 The first jobs that project rows make the plans for their shards' shapes, on one device and on two;
-the plans are of their readout, so each of the two has one of its own, and a later job finds them.
+the plans are of their readout, so every one of them has a readout of its own. Later jobs find them.
 """
 
 from __future__ import annotations
@@ -135,9 +135,16 @@ def measure_cluster(plan: ClusterPlan) -> ClusterTimes:
         trivial_s, plain_s = _trivial(on_cluster), _trivial(plain)
         without = _timed(on_cluster, replace(job, retain=0), plan.rounds, gradients)
         graphs = _timed(on_cluster, replace(job, retain=half), plan.rounds, graphs_kept)
-        first = [_rows(towers, plan.num_samples, readout) for readout in (_pooled, _pooled_too)]
-        first_rows = _timed(on_cluster, first[1], 1, projected, on_one=first[0])
-        rows = _timed(on_cluster, first[1], plan.rounds, projected)
+        of_rows = [
+            _rows(towers, plan.num_samples, _pooled(number)) for number in range(2 * plan.rounds)
+        ]
+        first_rows = _joined(
+            [
+                _timed(on_cluster, two, 1, projected, on_one=one)
+                for one, two in zip(of_rows[::2], of_rows[1::2], strict=True)
+            ]
+        )
+        rows = _timed(on_cluster, of_rows[-1], plan.rounds, projected)
     return ClusterTimes(
         plan,
         without_graphs=without,
@@ -236,13 +243,24 @@ def _ceilings(plan: ClusterPlan) -> tuple[Ceiling, Ceiling, Ceiling]:
     )
 
 
-def _pooled(output: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    return task.mean_pooling(output, inputs)
+def _pooled(number: int) -> Callable[..., torch.Tensor]:
+    """Return a readout whose numbers are those of all others, and whose graph is no other's."""
+
+    def pooled(output: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        z = task.mean_pooling(output, inputs)
+        for _ in range(number):
+            z = z * 1.0
+        return z
+
+    return pooled
 
 
-def _pooled_too(output: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the same by another graph."""
-    return task.mean_pooling(output, inputs) * 1.0
+def _joined(timings: Sequence[Timing]) -> Timing:
+    one_s, two_s, ceilings = (
+        [seconds for timing in timings for seconds in getattr(timing, name)]
+        for name in ("one_s", "two_s", "ceilings")
+    )
+    return replace(timings[0], one_s=one_s, two_s=two_s, ceilings=ceilings)
 
 
 def _rows(

@@ -90,7 +90,7 @@ class Lead:
     def begin(self, result: ResultPlace) -> Rows:
         """Have the helpers make themselves ready."""
         assert isinstance(result, ResultOnDisk)  # a cluster's jobs have files
-        self.rows, self._samples = SharedRows(self._work, result), None
+        self.rows, self._samples = SharedRows(self._work, result, self.helpers.count), None
         self.helpers.open(self.rows.kept_as, self._shipped, homes=self._waiting.homes)
         self._num_devices = self.helpers.num_devices
         return self.rows
@@ -140,9 +140,8 @@ class Lead:
     def facts(self, runs: Sequence[Run]) -> Mapping[str, Any]:
         """Return what the receipt says of devices and ranges."""
         self.helpers.close()
-        if self._samples is not None and self.rows is not None:
+        if self._samples is not None:
             self._samples.add_rounding()
-            self.helpers.count("rows", self.rows.moved_bytes)
         views = [_view(run, device) for run, device in zip(runs, self.helpers.ran, strict=False)]
         facts: dict[str, Any] = {"ranges": views, "bytes_moved": dict(self.helpers.moved)}
         if self._num_devices > 1:

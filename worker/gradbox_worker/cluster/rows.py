@@ -32,18 +32,20 @@ class SharedRows:
 
     Attributes:
         kept_as: the file's second name in the folder of checkpoints.
-        moved_bytes: of the rows that helpers handed over.
     """
 
-    def __init__(self, work: Work, result: ResultOnDisk) -> None:
-        """Lay nothing out yet; go on with the file of an earlier attempt, if it left one."""
-        self._result, self._checkpoints = result, work.checkpoints
+    def __init__(self, work: Work, result: ResultOnDisk, count: Callable[[str, int], None]) -> None:
+        """Lay nothing out yet; go on with the file of an earlier attempt, if it left one.
+
+        Args:
+            count: told of the bytes of rows that helpers hand over.
+        """
+        self._result, self._checkpoints, self._count = result, work.checkpoints, count
         self.kept_as = f"{work.job_id}.{work.attempt}{SUFFIX}"
         for path in files_of(work.checkpoints, work.job_id):
             if path.suffix == SUFFIX and result.go_on(path):
                 self.kept_as = path.name
                 break
-        self.moved_bytes = 0
         self._laid_out: Any = None
         self._changing = Lock()
 
@@ -83,8 +85,7 @@ class SharedRows:
 
     def of_helper(self, method: str, arguments: Mapping[str, Any]) -> Any:
         """Do one of these for a helper, whose tensors come as buffers."""
-        with self._changing:
-            self.moved_bytes += num_bytes(arguments)
+        self._count("rows", num_bytes(arguments))
         return getattr(self, method)(**as_tensors(arguments, copy=False))
 
 

@@ -34,9 +34,10 @@ def running_box(
         registered
         or f'[models.{MODEL}]\nbuilder = "hf"\nsource = {json.dumps(str(model_folder()))}\n'
     )
-    command = [sys.executable, "-m", "gradbox", "up", "--port", "0", "--workers", "1"]
-    command += ["--device", device, "--data", str(folder / "data"), "--models", str(models)]
-    command += arguments
+    command = [sys.executable, "-m", "gradbox", "up", "--port", "0", "--models", str(models)]
+    command += ["--device", device, "--data", str(folder / "data"), *arguments]
+    if "--cluster" not in arguments:
+        command += ["--workers", "1"]
     # A group of its own: Ctrl-C comes here first, and the box is stopped in order.
     up = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
