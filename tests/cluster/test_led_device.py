@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from gradbox import Gradient, Jacobian
 from gradbox.computations import Computation
 from gradbox_engine.ranges import Range
-from gradbox_service.store import BlobStore
+from gradbox_service.store import BlobStore, Room
 from gradbox_worker.cluster import shipping
+from gradbox_worker.cluster.buffers import as_buffers
 from gradbox_worker.cluster.device import ClusterDevice
 from gradbox_worker.cluster.leading import ranges_left
+from gradbox_worker.cluster.rows import SharedRows
 from gradbox_worker.cluster.shipping import OwnFolder, ShippedInputs
 from gradbox_worker.device import DeviceSettings
 from gradbox_worker.errors import JobStopped
+from gradbox_worker.files.result_in_place import ResultOnDisk
 from gradbox_worker.work import Work
 from tests.client.conftest import write_models
 
@@ -44,7 +49,7 @@ def work_of(computation: Computation, folder: Path, **given: Any) -> Work:
             "model": "mlp",
             "model_version": "",
             "spec": computation.prepare().spec,
-            "spec_digest": "",
+            "spec_digest": "0" * 64,
             "result_path": folder / "results" / "job.1.safetensors",
             "queued_s": 0.0,
             **given,
@@ -128,3 +133,34 @@ def test_another_attempt_takes_the_ranges_that_the_one_before_has_left(tmp_path:
 
 def test_ranges_of_which_one_has_left_nothing_are_cut_anew(tmp_path: Path) -> None:
     assert left(tmp_path, "job.3-10.safetensors") == []
+
+
+LAYOUT = {"shapes": {"w": (2, 1, 3)}, "dtypes": {"w": torch.float32}, "squeezed": True}
+
+
+def test_rows_of_a_helper_are_written_by_the_leader_and_kept_for_another_attempt(
+    tmp_path: Path,
+) -> None:
+    work = work_of(Gradient(model="mlp", inputs=SHARDS, loss=lambda z: z.sum()), tmp_path)
+    counted: list[tuple[str, int]] = []
+    rows = torch.arange(6.0).view(2, 1, 3)
+    places = [(slice(n, n + 1), slice(0, 1), slice(0, 3)) for n in range(2)]
+    with ResultOnDisk(work.result_path, room=Room(tmp_path)) as result:
+        shared = SharedRows(work, result, lambda kind, size: counted.append((kind, size)))
+        shared.of_helper("lay_out", LAYOUT)
+        shared.lay_out(**LAYOUT)  # the leader's own range: the file is there
+        handed = {"name": "w", "at": places[0], "piece": rows[:1]}
+        shared.of_helper("write", as_buffers(handed))
+        shared.write("w", places[1], rows[1:])
+        kept = shared.of_helper("keep", {"place": work.checkpoints / "job.1-abc.rows"})
+        assert kept == shared.kept_as == "job.1.rows"
+        with pytest.raises(OSError, match="another machine"):
+            shared.of_helper("keep", {"place": tmp_path / "elsewhere" / "job.rows"})
+    assert sum(size for _, size in counted) == rows[:1].nbytes
+    again = replace(work, attempt=2, result_path=tmp_path / "results" / "job.2.safetensors")
+    with ResultOnDisk(again.result_path, room=Room(tmp_path)) as result:
+        shared = SharedRows(again, result, lambda *_: None)
+        assert shared.go_on(work.checkpoints / "job.1.rows")
+        shared.lay_out(**LAYOUT)
+        result.commit({}, metadata={})
+    assert torch.equal(load_file(again.result_path)["w"], rows[:, 0])
