@@ -86,7 +86,7 @@ def test_a_device_that_was_made_empty_has_no_job(device: ClusterDevice) -> None:
     opened(device, Jacobian(model="mlp", inputs=SHARDS, reduce="gram"))
     device.empty()
     with pytest.raises(JobStopped):
-        device.call(("job", 1), None, "plans", FIRST, (), False)
+        device.call(("job", 1), None, "plans", (), False)
 
 
 def test_blobs_are_fetched_into_a_folder_of_the_devices_own_when_they_are_opened(

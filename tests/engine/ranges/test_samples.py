@@ -35,6 +35,7 @@ from gradbox_engine.ranges.samples import (
     split_samples,
 )
 from gradbox_engine.ranges.samples.sample_ranges import gram_of
+from gradbox_engine.ranges.samples.split_samples import share_out
 from tests.case_models import seeded
 from tests.engine.interrupted import Kept, Killed, KilledAt, undisturbed
 from tests.engine.per_sample import naive
@@ -290,10 +291,10 @@ class _Device:
     devices: _Devices
     number: int
 
-    def plans(self, part: Range, shapes: Any, *, of_others: bool) -> Future[Plans]:
+    def plans(self, part: Range, shards: Any, *, of_others: bool) -> Future[Plans]:
         ranges = self.devices.ranges
         return self.devices.call(
-            "plans", self.number, lambda: ranges.plans(part, shapes, of_others=of_others)
+            "plans", self.number, lambda: ranges.plans(shards, of_others=of_others)
         )
 
     def smaller(self, part: Range, task: SampleTask) -> Future[bool]:
@@ -371,7 +372,7 @@ class _Copying:
         return self.ranges.run(part, deepcopy(task))
 
 
-def test_each_shape_is_planned_by_one_of_the_devices_that_have_it(monkeypatch):
+def test_each_shape_is_planned_by_one_device(monkeypatch):
     planned = []
 
     def counted(model: Any, position: Any, **how: Any) -> Any:
@@ -406,6 +407,11 @@ def test_a_plan_of_the_models_own_functions_stays_where_it_was_made():
     model = Doubling(4, 3).double()
     ranges = SampleRanges(model, _groups(SHARDS), _request({"reduce": "norm"}))
     whole = Range(0, 1, 0, len(SHARDS))
-    shapes = ranges.shapes(whole, of_others=False)
-    assert ranges.plans(whole, shapes, of_others=False) == {}
+    assert ranges.plans(range(len(SHARDS)), of_others=False) == {}
     assert ranges.count([whole], {}, of_others=False) == [sum(SIZES)]
+
+
+def test_shapes_are_shared_out_evenly_whoever_has_them():
+    parts = [Range(0, 2, 0, 4), Range(1, 2, 4, 7)]
+    assert share_out(parts, [["a", "b", "c", "d"], ["d", "d", "d"]]) == [[0, 2], [1, 3]]
+    assert share_out(parts, [["a", "a", "a", "a"], ["a", "a", "b"]]) == [[0], [6]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -104,17 +104,11 @@ class PlannedModel:
             _drop_oldest(plans)
         return self._use(signature, PlanInUse(plan, position, samples))
 
-    def for_others(self, positions: Iterable[Position], wanted: Collection[Shapes]) -> Plans:
-        """Return plans for some shapes, for other processes: of those of which they can have any.
-
-        Args:
-            positions: of shards among which each shape is found; a plan is made on its first.
-        """
-        found: dict[Shapes, Plan] = {}
-        for position in positions:
-            shapes = shapes_of(self.model.form(position))
-            if shapes in wanted and shapes not in found:
-                found[shapes] = self.plan(position).plan
+    def for_others(self, positions: Iterable[Position]) -> Plans:
+        """Return plans for the shapes of some shards, if other processes can use them."""
+        found = {
+            shapes_of(self.model.form(position)): self.plan(position).plan for position in positions
+        }
         return {shapes: plan for shapes, plan in found.items() if plan.is_shared}
 
     def learn(self, group: int, plans: Plans) -> None:

@@ -7,7 +7,7 @@ of `ClusterDevice.call`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +17,6 @@ from torch import Tensor
 from gradbox.protocol import JacobianSpec, PerSampleGradientSpec
 from gradbox_engine.per_sample import SampleResult
 from gradbox_engine.per_sample.planned_model import Plans
-from gradbox_engine.per_sample.planning.model import Shapes
 from gradbox_engine.ranges import (
     EarlierOutputs,
     HeldJob,
@@ -135,9 +134,9 @@ class RangesOfSamples:
         self._ranges, self._rounding, self._resumed = ranges, rounding, resumed
         self._rows: dict[int, Factored] = {}
 
-    def plans(self, part: Range, shapes: Collection[Shapes], of_others: bool) -> Plans:
-        """Return plans for shapes that the range's shards have, for all devices."""
-        return self._ranges.plans(part, shapes, of_others=of_others)
+    def plans(self, shards: Sequence[int], of_others: bool) -> Plans:
+        """Return plans for the shapes of some shards, for all devices."""
+        return self._ranges.plans(shards, of_others=of_others)
 
     def smaller(self, part: Range, task: SampleTask, shared: SharedBySamples) -> bool:
         """Return whether `form="auto"` keeps factors."""

@@ -12,7 +12,7 @@ What crosses processes, as NumPy buffers in the object store:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -22,7 +22,6 @@ from torch import Tensor
 
 from gradbox_engine import Observer
 from gradbox_engine.per_sample.planned_model import Plans
-from gradbox_engine.per_sample.planning.model import Shapes
 from gradbox_engine.ranges import (
     EarlierOutputs,
     HeldJob,
@@ -263,9 +262,9 @@ class SamplesOnDevice:
     def __init__(self, device: Device, devices: LedSampleDevices) -> None:
         self._device, self._devices = device, devices
 
-    def plans(self, part: Range, shapes: Collection[Shapes], *, of_others: bool) -> Future[Plans]:
-        """Plan shapes that the range's shards have."""
-        return self._device.call("plans", part, shapes, of_others)
+    def plans(self, part: Range, shards: Sequence[int], *, of_others: bool) -> Future[Plans]:
+        """Plan the shapes of some shards."""
+        return self._device.call("plans", shards, of_others)
 
     def smaller(self, part: Range, task: SampleTask) -> Future[bool]:
         """Return whether `form="auto"` keeps factors."""

@@ -6,7 +6,7 @@ Every call stands by itself: nothing is held on a device between two of them but
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -14,7 +14,6 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from gradbox_engine.per_sample.planned_model import Plans
-from gradbox_engine.per_sample.planning.model import Shapes
 from gradbox_engine.per_sample.request import Form, SampleResult
 from gradbox_engine.ranges.protocol import Range
 from gradbox_factors import Factored
@@ -55,8 +54,12 @@ class RangeSamples:
 class SampleDevice(Protocol):
     """One device that has the job's model. A future ends with an `EngineError` or `DeviceLost`."""
 
-    def plans(self, part: Range, shapes: Collection[Shapes], *, of_others: bool) -> Future[Plans]:
-        """Return plans for shapes that the range's shards have, for all devices."""
+    def plans(self, part: Range, shards: Sequence[int], *, of_others: bool) -> Future[Plans]:
+        """Return plans for the shapes of some of the job's shards, for all devices.
+
+        Args:
+            part: the range that the device has.
+        """
 
     def smaller(self, part: Range, task: SampleTask) -> Future[bool]:
         """Return whether `form="auto"` keeps factors, by a range's first shard and B of the job."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -33,7 +33,7 @@ class SampleRanges:
     """What a device needs to run ranges of a per-sample job.
 
     What is not described is as for `per_sample_gradient`, and the same on every device. Of shards
-    outside of a device's ranges the shapes alone are asked for, and by the leader alone.
+    outside of its ranges a device reads those that it plans; the leader asks for the shapes of all.
     """
 
     def __init__(
@@ -69,14 +69,15 @@ class SampleRanges:
         positions = _positions(part, of_others=of_others)
         return [shapes_of(form_of(self._groups[p.group].shards, p.shard)) for p in positions]
 
-    def plans(self, part: Range, shapes: Collection[Shapes], *, of_others: bool) -> Plans:
-        """Return plans for shapes that the range's shards have, made where there are none yet.
+    def plans(self, shards: Sequence[int], *, of_others: bool) -> Plans:
+        """Return plans for the shapes of some shards, made where there are none yet.
 
         Raises:
             NoBatchAxis, CoupledSamples: there is none.
         """
         with self._ready() as ready:
-            return PlannedModel(ready).for_others(_positions(part, of_others=of_others), shapes)
+            positions = [Position(int(of_others), shard) for shard in shards]
+            return PlannedModel(ready).for_others(positions)
 
     def count(self, parts: Sequence[Range], plans: Plans, *, of_others: bool) -> list[int]:
         """Return how many samples each range has.

@@ -1,6 +1,6 @@
 """`split_samples`: one per-sample job over ranges of its shards, wherever these run.
 
-    each shape:     its plan, on one device that has such a shard             SampleDevice.plans
+    each shape:     its plan, on one device                                   SampleDevice.plans
     each range r:   the rows of its samples, or what they are reduced to      SampleDevice.run
     here:           rows and numbers of samples joined in order; sums (`clipped_sum`, `vjp`) added
                     in the tree of `reduction`
@@ -178,9 +178,9 @@ class _SplitSamples:
 
     def _planned(self, parts: Sequence[Range], *, of_others: bool) -> tuple[Plans, list[int]]:
         """Have each shape planned by one device; return how many samples each range has, too."""
-        shared_out = share_out([self._own.shapes(part, of_others=of_others) for part in parts])
+        shards = share_out(parts, [self._own.shapes(part, of_others=of_others) for part in parts])
         found = self._on_devices(
-            parts, lambda d, part: d.plans(part, shared_out[part.index], of_others=of_others)
+            parts, lambda d, part: d.plans(part, shards[part.index], of_others=of_others)
         )
         plans = {shapes: plan for plans in found for shapes, plan in plans.items()}
         return plans, self._own.count(parts, plans, of_others=of_others)
@@ -226,16 +226,20 @@ class _SplitSamples:
         )
 
 
-def share_out(shapes: Sequence[Sequence[Shapes]]) -> list[set[Shapes]]:
-    """Return which shapes each range plans of those that it has: each shape is one range's."""
-    having: dict[Shapes, dict[int, None]] = {}
-    for index, of_range in enumerate(shapes):
-        for one in of_range:
-            having.setdefault(one, {})[index] = None
-    planned: list[set[Shapes]] = [set() for _ in shapes]
-    for one, ranges in sorted(having.items(), key=lambda item: len(item[1])):
-        planned[min(ranges, key=lambda index: len(planned[index]))].add(one)
-    return planned
+def share_out(parts: Sequence[Range], shapes: Sequence[Sequence[Shapes]]) -> list[list[int]]:
+    """Return which shards each range's device plans: the first of every shape, in turn.
+
+    They need not be the range's own: one range may have most of the shapes.
+
+    Args:
+        shapes: of each range's shards.
+    """
+    first: dict[Shapes, int] = {}
+    for part, of_range in zip(parts, shapes, strict=True):
+        for shard, one in enumerate(of_range, part.start):
+            first.setdefault(one, shard)
+    shards = list(first.values())
+    return [shards[index :: len(parts)] for index in range(len(parts))]
 
 
 def _with_rows(
