@@ -155,11 +155,19 @@ def stand_ins(modules: tuple[Any, ...]) -> dict[int, Callable[..., Any]]:
     return found
 
 
+@functools.cache
+def _names_in(module: Any, modules: tuple[Any, ...]) -> list[str]:
+    """Return under which names a module has what `stand_ins` stand for: none of them is rebound."""
+    instead = stand_ins(modules)
+    return [name for name, value in vars(module).items() if id(value) in instead]
+
+
+@functools.cache
 def stand_ins_of_methods() -> dict[tuple[type, str], Any]:
     """Return likewise, by class and name, what stands for methods.
 
     They are what a `random.Random` of the function's own draws by (NumPy's are refused when they
-    are made), and the call of a custom autograd function.
+    are made), the call of a custom autograd function, and what torch's own modules do.
     """
     found: dict[tuple[type, str], Any] = {
         (random.Random, name): _refuse_drawing(getattr(random.Random, name))
@@ -167,7 +175,7 @@ def stand_ins_of_methods() -> dict[tuple[type, str], Any]:
     }
     custom: Any = torch.autograd.Function
     found[custom, "apply"] = classmethod(_refuse_custom(vars(custom)["apply"]))
-    return found
+    return found | recorded_modules()
 
 
 def _recorded(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -266,10 +274,11 @@ def intercepting(function: Callable[..., Any], recording: Recording) -> Iterator
         stack.enter_context(restored(function))
         stack.enter_context(names_replaced(vars(torch), instead, names=OF_TORCH))
         for module in (builtins, math, *drawing):
-            stack.enter_context(names_replaced(vars(module), instead))
+            names = _names_in(module, drawing)
+            stack.enter_context(names_replaced(vars(module), instead, names=names))
         for namespace in _globals(function):
             stack.enter_context(names_replaced(namespace, instead))
-        stack.enter_context(methods_replaced(stand_ins_of_methods() | recorded_modules()))
+        stack.enter_context(methods_replaced(stand_ins_of_methods()))
         yield
 
 
