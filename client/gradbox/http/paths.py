@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 from urllib.parse import quote
 
-from gradbox.errors import InvalidRequest, JobNotFound, RunNotFound, UnknownModel
+from gradbox.errors import GradboxError, InvalidRequest, JobNotFound, RunNotFound, UnknownModel
 from gradbox.protocol.spec_fields import DIGEST, JOB_ID, StateRef
 
 
@@ -29,12 +29,7 @@ def job_path(job_id: Any) -> str:
     Raises:
         JobNotFound: that is no job's id.
     """
-    if not isinstance(job_id, str) or JOB_ID.fullmatch(job_id) is None:
-        raise JobNotFound(
-            f"expected the id of a job, as job.id has it and `gradbox jobs list` shows it, got "
-            f"{job_id!r:.120}"
-        )
-    return f"/v1/jobs/{job_id}"
+    return _path_by_id("job", job_id, JobNotFound)
 
 
 def run_path(run_id: Any) -> str:
@@ -43,12 +38,16 @@ def run_path(run_id: Any) -> str:
     Raises:
         RunNotFound: that is no run's id.
     """
-    if not isinstance(run_id, str) or JOB_ID.fullmatch(run_id) is None:
-        raise RunNotFound(
-            f"expected the id of a run, as run.id has it and `gradbox runs list` shows it, got "
-            f"{run_id!r:.120}"
+    return _path_by_id("run", run_id, RunNotFound)
+
+
+def _path_by_id(noun: str, given: Any, not_found: type[GradboxError]) -> str:
+    if not isinstance(given, str) or JOB_ID.fullmatch(given) is None:
+        raise not_found(
+            f"expected the id of a {noun}, as {noun}.id has it and `gradbox {noun}s list` shows "
+            f"it, got {given!r:.120}"
         )
-    return f"/v1/runs/{run_id}"
+    return f"/v1/{noun}s/{given}"
 
 
 def state_path(state: StateRef) -> str:
