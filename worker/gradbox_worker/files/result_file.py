@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -100,6 +101,12 @@ def _written(file: BinaryIO, header: bytes, tensors: Iterable[Tensor]) -> Result
     return ResultView(size_bytes=file.tell(), sha256=digests.sha256.hexdigest())
 
 
+@cache
+def _beside() -> ThreadPoolExecutor:
+    """Return the two threads of this process in which large pieces are hashed."""
+    return ThreadPoolExecutor(2, "digest")
+
+
 class FileDigests:
     """The SHA-256 of a file that is written or read in order, and the checksums that end it."""
 
@@ -115,9 +122,10 @@ class FileDigests:
             self._checksums.update(piece)
             yield
             return
-        with ThreadPoolExecutor(2, "digest") as beside:
-            both = [beside.submit(to.update, piece) for to in (self.sha256, self._checksums)]
+        both = [_beside().submit(to.update, piece) for to in (self.sha256, self._checksums)]
+        try:
             yield
+        finally:
             for added in both:
                 added.result()
 
