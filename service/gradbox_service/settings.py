@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import typer
 from pydantic import BeforeValidator, Field, StringConstraints, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
@@ -240,6 +239,8 @@ def _flag(name: str) -> str:
 
 
 def _option(name: str) -> inspect.Parameter:
+    import typer  # here: a device reads settings too, and has no command line
+
     field = Settings.model_fields[name]
     default = "" if field.default in (None, False, ()) else f", {field.default}"
     described = f"{field.description} (GRADBOX_{name.upper()}{default})"

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeVar, cast
 
 import redis
 
@@ -47,7 +47,8 @@ GO_S: Final = 0.05
 
 def serve(start: Start, orders: Orders) -> None:
     """Open the device, and run jobs until told to end, or until one has spoilt the device."""
-    connection = connect(start.turns.redis_url)
+    # One connection for the one thread: to take it from a pool costs as much as a short command.
+    connection = cast(redis.Redis, cast(Any, connect(start.turns.redis_url)).client())
     patient = connect(start.turns.redis_url, retries=PATIENT)  # for what a running job reads
     notes = Notes(DeviceEntries(connection, start.turns.worker), start.mark)
     fleet, records, runs = Fleet(connection), Records(connection), Runs(connection)
