@@ -113,10 +113,14 @@ def write(pipe: Pipeline, before: JobRecord | None, after: JobRecord) -> None:
     if after.unsaid and not after.state.final:
         return
     progress = after.progress
-    goes_on = before is not None and replace(before, progress=progress, unsaid=False) == after
-    if not (goes_on and progress) or (before is not None and before.unsaid):
+    only_further = (
+        progress is not None
+        and before is not None
+        and replace(before, progress=progress, unsaid=False) == after
+    )
+    if not only_further or (before is not None and before.unsaid):
         append_change(pipe, after.id, "state", final=after.state.final, record=text)
-    if goes_on and progress:
+    if only_further and progress is not None:
         append_change(pipe, after.id, "progress", progress=progress.model_dump_json())
 
 
