@@ -108,7 +108,7 @@ class Records:
 
         Args:
             idempotency_key: to be the record's.
-            turns: where its turn is fed by the same write; None: it waits for one.
+            turns: where its turn is fed by the same write, and nothing said of it; None: it waits.
             worker: whose turn it is, see `Turns.push`.
             beside: what else is written where the job is.
 
@@ -118,7 +118,6 @@ class Records:
         """
         beside = beside or Beside()
         key = idempotency_key or record.idempotency_key
-        # Who hands a job out knows of it.
         record = replace(record, idempotency_key=key, unsaid=turns is not None)
         posted = posted_key(record.owner, key) if key else None
         # Also without a key: if the answer is lost the script is sent again, and by then a worker
@@ -127,8 +126,8 @@ class Records:
         while True:
             pipe = self._redis.pipeline()
             if posted:
-                stored = f"{record.id} {record.spec_digest}"
-                pipe.set(posted, stored, ex=KEY_LIFETIME_S, nx=posted not in where)
+                job = f"{record.id} {record.spec_digest}"
+                pipe.set(posted, job, ex=KEY_LIFETIME_S, nx=posted not in where)
             pipe.set(spec_key(record.id), spec.model_dump_json())
             pipe.sadd(changes.OWNERS, record.owner)
             pipe.zadd(owner_key(record.owner), {record.id: record.created_s})
@@ -262,15 +261,14 @@ class Records:
         found, newest, whole = self._kept_changes(job_id, after=parse_id(after))
         events = [change.event or changes.state_event(change.id, record) for change in found]
         first = found[0].record if found and found[0].begins else None
-        if first is not None and first.state is not JobState.QUEUED:
-            return [posted, *events] if parse_id(posted_id) > parse_id(after) else events
-        if whole or any(event.kind == "state" for event in events):
+        if first and first.state is not JobState.QUEUED and parse_id(posted_id) > parse_id(after):
+            return [posted, *events]
+        if first or whole or any(event.kind == "state" for event in events):
             return events
         if record.finished_s is None:
             return [changes.state_event(newest, record)]
-        ended_id = f"{int(record.finished_s * 1000)}-0"
-        is_new = parse_id(ended_id) > parse_id(after)
-        return [changes.state_event(ended_id, record)] if is_new else []
+        ended = changes.state_event(f"{int(record.finished_s * 1000)}-0", record)
+        return [ended] if parse_id(ended.id) > parse_id(after) else []
 
     def _kept_changes(
         self, job_id: str, *, after: tuple[int, int]
