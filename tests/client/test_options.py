@@ -34,7 +34,7 @@ def test_computations_and_specs_have_every_option(kind: Any) -> None:
 
 
 def test_the_engine_is_told_what_it_knows_of_them() -> None:
-    assert {"seed", "mode", "precision", "output", "streams"} == ENGINE_OPTIONS
+    assert {"seed", "mode", "precision", "output", "streams", "recompute"} == ENGINE_OPTIONS
     assert set(vars(CallOptions())) >= ENGINE_OPTIONS
 
 

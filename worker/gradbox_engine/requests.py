@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypedDict
+from typing import Any, Final, Literal, Protocol, TypedDict
 
 from torch import Tensor
 
@@ -14,6 +14,7 @@ Mode = Literal["eval", "train"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp64"]
 Phase = Literal["forward", "cotangents", "replay", "samples"]
 Streams = Literal["shard", "sample"]
+Recompute = str  # "off", "auto", "blocks", or a pattern over names of submodules
 Retain = int | Literal["auto"]
 Returned = Literal["grads", "buffers", "outputs", "cotangents", "input_grads"]
 MixedReturned = Literal["grads", "dfdz"]
@@ -87,6 +88,7 @@ class CallKeywords(TypedDict, total=False):
     weights: Mapping[str, Tensor] | None
     penalties: Sequence[Penalty]
     streams: Streams
+    recompute: Recompute
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +107,7 @@ class CallOptions:
         weights: part of a state dict, laid over the model's own for this call alone.
         penalties: terms on intermediate activations, see `calling.penalties`.
         streams: whether random numbers belong to shards or to samples, see `calling.sample_rng`.
+        recompute: whose insides are computed again in the backward pass, see `calling.recompute`.
     """
 
     seed: int = 0
@@ -115,6 +118,7 @@ class CallOptions:
     weights: Mapping[str, Tensor] | None = None
     penalties: Sequence[Penalty] = ()
     streams: Streams = "shard"
+    recompute: Recompute = "auto"
 
     @property
     def widened(self) -> bool:
@@ -133,6 +137,21 @@ class CallOptions:
                 f"set_gradient takes them"
             )
         return self
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """Blocks of the model whose insides were computed again, by name, and in how many shards."""
+
+    blocks: tuple[str, ...] = ()
+    shards: int = 0
+
+    def __add__(self, other: Recomputed) -> Recomputed:
+        """Return what two devices recomputed of one model."""
+        return Recomputed(self.blocks or other.blocks, self.shards + other.shards)
+
+
+NOT_RECOMPUTED: Final = Recomputed()
 
 
 @dataclass(frozen=True)
@@ -163,6 +182,7 @@ class CotangentGradient:
     replay_difference: float
     seconds: dict[Phase, float]
     ranges: tuple[RangeRun, ...]
+    recomputed: Recomputed = NOT_RECOMPUTED
     input_grads: dict[str, dict[str, tuple[Tensor, ...]]] | None = None
     """By group and argument name: one tensor per shard."""
 
@@ -199,6 +219,7 @@ class MixedResult:
     replay_difference: float
     seconds: dict[Phase, float]
     ranges: tuple[RangeRun, ...]
+    recomputed: Recomputed = NOT_RECOMPUTED
     dfdz: Tensor | None = None  # shards along dim 0, in the order in which `outer` saw them
 
 

@@ -40,6 +40,7 @@ __all__ = [
     "parameters_of",
     "replaces_saved_tensors",
     "same_memory",
+    "saved_tensor_hooks",
     "scripted_attributes",
     "set_scripted_attributes",
     "set_versions",
@@ -236,7 +237,16 @@ def replaces_saved_tensors() -> bool:
 
     Without it, rows of checkpointed blocks would be made by a loop.
     """
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return saved_tensor_hooks() is not None
+
+
+def saved_tensor_hooks() -> object | None:
+    """Return the hooks on saved tensors that are in force.
+
+    Without it, a model's own checkpoints around blocks that are recomputed would go wrong.
+    """
+    hooks: object | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
 
 
 def looked_up(node: Any) -> tuple[Tensor, int]:

@@ -33,6 +33,7 @@ Retain = Literal["auto"] | Annotated[int, Field(ge=0), NUMBER]
 Priority = Annotated[int, Field(ge=-10, le=10), NUMBER]
 Timeout = Annotated[float, Field(gt=0, le=7 * 24 * 3600), NUMBER]
 Devices = Literal["auto"] | Annotated[int, Field(ge=1, le=MAX_DEVICES), NUMBER]
+Recompute = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 Name = Annotated[str, StringConstraints(max_length=200)]
 
 
@@ -74,6 +75,10 @@ class JobOptions(RunOptions):
             float32 or wider.
         streams: whether random numbers belong to shards, or to samples ("sample"), so that another
             cut into shards gives the same gradient.
+        recompute: which blocks of the model are computed again in a shard's backward pass, so that
+            of each only the inputs are kept: "blocks" are the repeated children of its `ModuleList`
+            and `Sequential` modules, a pattern like "encoder.layer.*" names others, "off" is none.
+            "auto" does it for shards that do not fit otherwise. Gradients are the same.
     """
 
     output: Output = None
@@ -81,6 +86,7 @@ class JobOptions(RunOptions):
     seed: Seed = 0
     precision: Precision = "fp32"
     streams: Literal["shard", "sample"] = "shard"
+    recompute: Recompute = "auto"
 
     @property
     def widened(self) -> bool:
@@ -115,6 +121,7 @@ class ModelKeywords(TypedDict, total=False):
     mode: Mode
     seed: int
     precision: Precision
+    recompute: str
     retain: int | Literal["auto"]
 
 

@@ -48,6 +48,8 @@ class Receipt(View):
     null for a z without dimensions. `stateful` says whether a forward pass changed the model's
     buffers; `changed_attributes` names attributes that it changed, themselves or inside, ten at
     most, with which no later job begins.
+    `shards_recomputed` counts the shards whose `recomputed_blocks` were computed again in the
+    backward pass.
     `replay_difference` is the largest |z' − z| over a shard, relative to that shard's
     largest |z|. Of per-sample jobs, `samples` and `outputs` count B and Y, `roads` are the rules
     that each parameter took, and `loops` why some took one backward pass a sample; `rows_compared`
@@ -79,6 +81,7 @@ class Receipt(View):
     seed: int
     mode: str
     precision: str
+    recompute: str = "off"
     device: str
     torch: str
     gradbox: str
@@ -89,6 +92,8 @@ class Receipt(View):
     changed_attributes: list[str] = []
     shards_retained: int | None = None
     shards_replayed: int | None = None
+    shards_recomputed: int = 0
+    recomputed_blocks: list[str] = []
     replay_difference: float | None = None
     fallbacks: dict[str, int] | None = None
     names: tuple[str, ...] = ()

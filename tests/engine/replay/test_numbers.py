@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gradbox_engine import Group, Objective, Penalty, ReplayMismatch, set_gradient
-from gradbox_engine.replay.comparison import ReplayComparison
+from gradbox_engine.model.comparison import ReplayComparison
 from tests import case_models
 from tests.cases import CASES, Case
 from tests.device import AGAINST_FP64, DEVICE, REPLAYED, same_bits

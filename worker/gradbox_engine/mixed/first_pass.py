@@ -8,13 +8,10 @@ from torch import Tensor
 
 from gradbox_engine.errors import BadInputs
 from gradbox_engine.mixed.prepared import PreparedMixed
-from gradbox_engine.model.calling.outputs import Outputs
 from gradbox_engine.model.calling.shard_feed import Position
+from gradbox_engine.model.comparison import sketch
 from gradbox_engine.model.state.buffers import Snapshot
 from gradbox_engine.replay.shard_record import ShardRecord
-
-SKETCH_ENTRIES = 4096
-"""How many entries of v are kept of each shard and output, at equal distances, to compare with."""
 
 DFDZ = "dfdz"
 """What dfdz_i is called in a shard's record, beside the entries of v."""
@@ -40,12 +37,3 @@ class DerivativeCalls:
             )
         kept = {**sketch(outputs), DFDZ: dfdz}
         return ShardRecord(position, kept, penalties=[], before=before, after=before)
-
-
-def sketch(outputs: Outputs) -> Outputs:
-    """Return copies of some entries of each output: v may be much larger than z."""
-    sketched = {}
-    for name, value in outputs.items():
-        flat = value.detach().flatten()
-        sketched[f"v/{name}"] = flat[:: max(1, flat.numel() // SKETCH_ENTRIES)].clone()
-    return sketched

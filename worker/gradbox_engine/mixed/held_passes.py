@@ -15,12 +15,13 @@ from typing import Unpack
 from torch import Tensor, nn
 
 from gradbox_engine.checkpoint import Checkpoints, NoCheckpoints
-from gradbox_engine.mixed.first_pass import DFDZ, DerivativeCalls, sketch
+from gradbox_engine.mixed.first_pass import DFDZ, DerivativeCalls
 from gradbox_engine.mixed.prepared import PreparedMixed, prepared_mixed
 from gradbox_engine.mixed.sums import LeafSums
 from gradbox_engine.mixed.tangents import TangentProgress, tangent_pass
 from gradbox_engine.model.calling.outputs import BARE, Outputs
 from gradbox_engine.model.calling.shard_feed import Position
+from gradbox_engine.model.comparison import sketch
 from gradbox_engine.model.prepared import Prepared
 from gradbox_engine.ranges.held_job import HeldJob, HeldRange
 from gradbox_engine.ranges.protocol import Range, RangeCotangents

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from gradbox_engine.checkpoint import Checkpoint
 from gradbox_engine.errors import ModelCallFailed
-from gradbox_engine.mixed.first_pass import DFDZ, sketch
+from gradbox_engine.mixed.first_pass import DFDZ
 from gradbox_engine.mixed.inner import Contraction, norm
 from gradbox_engine.mixed.jacobian_products import Linearised, missing_rule
 from gradbox_engine.mixed.prepared import PreparedMixed
 from gradbox_engine.mixed.sums import LeafSums
 from gradbox_engine.model.calling.outputs import Outputs
 from gradbox_engine.model.calling.shard_feed import Position
-from gradbox_engine.replay.comparison import ReplayComparison
+from gradbox_engine.model.comparison import ReplayComparison, sketch
 from gradbox_engine.replay.shard_record import ShardRecord
 
 _ROUNDINGS = 1e3

@@ -10,7 +10,8 @@ Several ranges may be held on one device. They share its budget, and each begins
 buffers. All calls come from the thread that opened the job.
 
 What is done with a shard is in `Passes`, which each computation has of its own. Where memory runs
-out, a phase frees all kept graphs and goes on, a first pass behind the last shard that it did.
+out, a phase frees all kept graphs and goes on, a first pass behind the last shard that it did;
+where there were none, it has the shard recomputed that did not fit, see `calling.recompute`.
 
 A forward job may leave its ranges' graphs on the device, where a gradient job at their cotangents
 finds them in place of a first pass. A range whose graphs are gone is replayed.
@@ -55,7 +56,7 @@ from gradbox_engine.replay.shard_record import (
     ShardRecord,
     any_changed_state,
     free_graphs,
-    retried_without_kept_graphs,
+    retried_in_less_memory,
 )
 from gradbox_engine.replay.z import NumRows, ShardRows
 from gradbox_engine.requests import Observer
@@ -263,6 +264,7 @@ class HeldJob:
                 lambda: self.passes.second_pass(held, needed, cotangents), undo=held.begin_again
             )
         del self._held[part.index]
+        recomputation = ready.calls.recomputation
         return RangeGradient(
             sums=held.sums.reached(),
             parameters={
@@ -273,7 +275,8 @@ class HeldJob:
             input_grads=done.input_grads,
             retained=done.num_retained,
             replayed=done.num_replayed,
-            replay_difference=done.difference,
+            replay_difference=max(done.difference, recomputation.difference()),
+            recomputed=recomputation.done(record.position for record in held.records),
             fallbacks=done.fallbacks,
             seconds=clock.seconds["replay"],
         )
@@ -367,13 +370,17 @@ class HeldJob:
     def freeing_graphs(
         self, step: Callable[[], T], *, undo: Callable[[], None] = lambda: None
     ) -> T:
-        """Run a step; where memory runs out, repeat it without any kept graph of any range."""
+        """Run a step; where memory runs out, repeat it without any kept graph of any range.
+
+        Where there is none, the shard that did not fit is recomputed, if the job leaves that open.
+        """
 
         def records() -> list[ShardRecord]:
             held = [record for held in self._held.values() for record in held.records]
             return [*held, *self.graphs.records()]
 
-        return retried_without_kept_graphs(step, records, undo=undo)
+        recompute = self.passes.ready.calls.recomputation.after_out_of_memory
+        return retried_in_less_memory(step, records, recompute=recompute, undo=undo)
 
 
 def _moved(whole: Mapping[str, Outputs], device: torch.device) -> dict[str, Outputs]:

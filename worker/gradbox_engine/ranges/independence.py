@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gradbox_engine.errors import CoupledShards
 from gradbox_engine.model.calling.outputs import Outputs
+from gradbox_engine.model.comparison import relative_difference
 from gradbox_engine.model.precision import replay_tolerance
 from gradbox_engine.model.prepared import Prepared
 from gradbox_engine.ranges.norm_statistics import (
@@ -31,7 +32,6 @@ from gradbox_engine.ranges.norm_statistics import (
     with_statistics,
 )
 from gradbox_engine.ranges.protocol import NormStatistics, NormUpdate, RangeCotangents
-from gradbox_engine.replay.comparison import relative_difference
 from gradbox_engine.replay.shard_record import ShardRecord
 
 

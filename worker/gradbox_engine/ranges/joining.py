@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gradbox_engine.model.calling.outputs import Outputs
 from gradbox_engine.model.calling.shard_feed import Position, all_positions, shard_name
+from gradbox_engine.model.comparison import ReplayComparison
 from gradbox_engine.ranges import norm_statistics
 from gradbox_engine.ranges.protocol import (
     EarlierOutputs,
@@ -17,7 +18,6 @@ from gradbox_engine.ranges.protocol import (
     RangeCotangents,
     RangeOutputs,
 )
-from gradbox_engine.replay.comparison import ReplayComparison
 from gradbox_engine.replay.z import NumRows, ShardRows, check_alike, moved_into_one
 from gradbox_engine.requests import Group
 

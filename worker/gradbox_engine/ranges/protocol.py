@@ -24,7 +24,7 @@ from torch import Tensor
 
 from gradbox_engine.model.calling.outputs import Outputs
 from gradbox_engine.model.calling.shard_feed import Position
-from gradbox_engine.requests import Phase, Precision
+from gradbox_engine.requests import Phase, Precision, Recomputed
 
 T = TypeVar("T")
 
@@ -148,6 +148,7 @@ class RangeGradient:
     replayed: int
     replay_difference: float
     fallbacks: dict[str, int]  # see `MixedResult`
+    recomputed: Recomputed
     seconds: float
 
 

@@ -16,6 +16,7 @@ import torch
 from gradbox_engine.errors import DeviceLost
 from gradbox_engine.model.calling.shard_feed import all_positions
 from gradbox_engine.model.calling.shard_rng import generators_restored
+from gradbox_engine.model.comparison import ReplayComparison
 from gradbox_engine.model.precision import arithmetic
 from gradbox_engine.ranges import norm_statistics
 from gradbox_engine.ranges.coroutines import Coroutine, LostDevices, on_some_device, run_together
@@ -33,7 +34,6 @@ from gradbox_engine.ranges.protocol import (
     Sums,
 )
 from gradbox_engine.ranges.reduction import split_in_tree
-from gradbox_engine.replay.comparison import ReplayComparison
 from gradbox_engine.requests import Group, Phase, Precision, RangeRun
 
 T = TypeVar("T")

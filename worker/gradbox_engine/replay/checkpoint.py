@@ -23,11 +23,11 @@ from torch import Tensor
 from gradbox_engine.checkpoint import Checkpoint, Checkpoints, NoCheckpoints
 from gradbox_engine.model.calling.outputs import Outputs
 from gradbox_engine.model.calling.shard_feed import Position
+from gradbox_engine.model.comparison import ReplayComparison
 from gradbox_engine.model.prepared import Prepared
 from gradbox_engine.model.state.buffers import Buffers, packed, unpacked
 from gradbox_engine.model.state.model_state import AS_REGISTERED, ModelState
 from gradbox_engine.model.state.stated import can_be_stated
-from gradbox_engine.replay.comparison import ReplayComparison
 from gradbox_engine.replay.shard_record import ShardRecord
 
 

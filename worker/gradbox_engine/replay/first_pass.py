@@ -108,6 +108,8 @@ class GraphCalls:
                 graph, num_bytes = counted
                 kept = self._budget.admit(num_bytes)
         kept = kept and graph.intact
+        if graph.recomputed and self._outlives_the_job:  # whose blocks may find another model then
+            kept = False
         return ShardRecord(
             position,
             outputs=self._blocks.copy(graph.outputs),

@@ -44,9 +44,9 @@ from gradbox_engine.model.calling.blame import blaming
 from gradbox_engine.model.calling.calls import ShardGraph
 from gradbox_engine.model.calling.outputs import Outputs
 from gradbox_engine.model.calling.shard_feed import Position
+from gradbox_engine.model.comparison import ReplayComparison
 from gradbox_engine.model.precision import fp16_scale
 from gradbox_engine.model.prepared import Prepared
-from gradbox_engine.replay.comparison import ReplayComparison
 from gradbox_engine.replay.gradient_sums import GradientSums
 from gradbox_engine.replay.shard_record import ShardRecord
 from gradbox_engine.requests import Observer

@@ -50,26 +50,34 @@ def any_changed_state(records: Iterable[ShardRecord]) -> bool:
     return any(not record.after.equals(record.before) for record in records)
 
 
-def retried_without_kept_graphs(
-    step: Callable[[], T], records: Callable[[], Sequence[ShardRecord]], *, undo: Callable[[], None]
+def retried_in_less_memory(
+    step: Callable[[], T],
+    records: Callable[[], Sequence[ShardRecord]],
+    *,
+    recompute: Callable[[], bool],
+    undo: Callable[[], None],
 ) -> T:
-    """Run a step of the job; where memory runs out while graphs are kept, free them and repeat it.
+    """Run a step of the job; where memory runs out, repeat it in less for as long as that is there.
+
+    First without kept graphs, then with the shard recomputed that did not fit.
 
     Args:
         records: returns those whose graphs are kept by then.
+        recompute: has that shard recomputed; returns whether it was not before.
         undo: called before the step is repeated.
 
     Raises:
-        torch.OutOfMemoryError: memory runs out with no graph kept, too.
+        torch.OutOfMemoryError: memory runs out all the same.
     """
-    try:
-        return step()
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error) or not any(r.graph for r in records()):
-            raise
-    # Outside the handler, whose traceback holds on to the failed step's tensors.
-    for record in records():
-        record.free_graph()
-    torch.cuda.empty_cache()
-    undo()
-    return step()
+    while True:
+        try:
+            return step()
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+            kept = any(record.graph for record in records())
+            if not is_out_of_memory(error) or not (kept or recompute()):
+                raise
+        # Outside the handler, whose traceback holds on to the failed step's tensors.
+        for record in records():
+            record.free_graph()
+        torch.cuda.empty_cache()
+        undo()

@@ -33,6 +33,7 @@ from gradbox_engine.checkpoint import Checkpoints, NoCheckpoints
 from gradbox_engine.errors import BadInputs
 from gradbox_engine.model.calling.outputs import Outputs, as_z
 from gradbox_engine.model.calling.shard_feed import Position
+from gradbox_engine.model.comparison import ReplayComparison
 from gradbox_engine.ranges import norm_statistics
 from gradbox_engine.ranges.held_job import GraphsBetweenJobs
 from gradbox_engine.ranges.joining import (
@@ -46,7 +47,6 @@ from gradbox_engine.ranges.joining import (
 from gradbox_engine.ranges.one_device import OneDevice, one_range
 from gradbox_engine.ranges.protocol import HOST, Devices, EarlierOutputs, Range, RangeOutputs
 from gradbox_engine.ranges.split_job import SplitJob
-from gradbox_engine.replay.comparison import ReplayComparison
 from gradbox_engine.replay.cotangents import nonzero
 from gradbox_engine.replay.kept_graphs import KeptPass
 from gradbox_engine.replay.phase_timer import PhaseTimer

@@ -86,6 +86,7 @@ def computed(answer: CotangentGradient, spec: GradientSpec | StepSpec) -> Comput
             "unreached": list(answer.unreached),
         },
         seconds=answer.seconds,
+        recomputed=answer.recomputed,
         runs=answer.ranges,
     )
 

@@ -62,6 +62,7 @@ def computed(answer: SetGradient, spec: GradientSpec | StepSpec, loss: Loss) -> 
             "unreached": list(answer.unreached),
         },
         seconds=answer.seconds,
+        recomputed=answer.recomputed,
         runs=answer.ranges,
     )
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from gradbox.protocol import JobOptions, SharedSpec, option_names
 from gradbox_engine import CallKeywords, Group, Observer
 from gradbox_engine.ranges import Range
-from gradbox_engine.requests import Phase
+from gradbox_engine.requests import NOT_RECOMPUTED, Phase, Recomputed
 from gradbox_worker.computations.checkpoints import JobCheckpoints, Pace
 from gradbox_worker.computations.engine_inputs import built_readout, input_groups
 from gradbox_worker.computations.identity import identity_of
@@ -145,6 +145,7 @@ class Computed:
     seconds: Mapping[Phase, float]
     metadata: Mapping[str, str] = field(default_factory=dict)
     runs: Sequence[Run] = ()
+    recomputed: Recomputed = NOT_RECOMPUTED
     saved_bytes: int | None = None
 
 

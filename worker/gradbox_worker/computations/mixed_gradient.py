@@ -44,5 +44,6 @@ def _computed(answer: MixedResult) -> Computed:
             "unreached": list(answer.unreached),
         },
         seconds=answer.seconds,
+        recomputed=answer.recomputed,
         runs=answer.ranges,
     )

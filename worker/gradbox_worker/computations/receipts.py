@@ -59,9 +59,12 @@ def commit(
         seed=spec.seed,
         mode=spec.mode,
         precision=spec.precision,
+        recompute=spec.recompute,
         torch=torch.__version__,
         gradbox=gradbox_version(),
         shards={group.name: len(group.shards) for group in spec.inputs},
+        shards_recomputed=computed.recomputed.shards,
+        recomputed_blocks=list(computed.recomputed.blocks),
         seconds=Seconds.model_validate(
             {"queued": work.queued_s, "load": load_s, **computed.seconds}
         ),

@@ -130,6 +130,7 @@ async function receiptParts(job) {
       receipt.loss !== null && ["Loss", h("span", { title: String(receipt.loss), text: String(Number(receipt.loss.toPrecision(6))) })],
       ["Shards", Object.entries(receipt.shards).map(([group, number]) => `${group} ${number}`).join(", ")],
       receipt.shards_replayed !== null && ["Kept, replayed", `${receipt.shards_retained ?? 0}, ${receipt.shards_replayed}`],
+      receipt.shards_recomputed > 0 && ["Recomputed", `${receipt.recomputed_blocks.length} blocks of ${receipt.shards_recomputed} shards`],
       receipt.replay_difference !== null && ["Replay difference", receipt.replay_difference === 0 ? "0, bit for bit" : receipt.replay_difference.toExponential(1)],
       receipt.samples !== null && ["Samples", String(receipt.samples)],
       receipt.reduce && ["Reduction", receipt.reduce],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +16,18 @@ from gradbox_engine.errors import BadInputs
 from gradbox_engine.model.calling.blame import blaming
 from gradbox_engine.model.calling.outputs import Outputs, as_outputs, choose
 from gradbox_engine.model.calling.penalties import Tap, Taps
+from gradbox_engine.model.calling.recompute import Recomputation, Rerun
 from gradbox_engine.model.calling.sample_rng import SampleStreams
 from gradbox_engine.model.calling.shard_feed import Position, call_arguments, shard_name
-from gradbox_engine.model.calling.shard_rng import begin_stream
+from gradbox_engine.model.calling.shard_rng import (
+    begin_stream,
+    generator_states,
+    generators_at,
+)
 from gradbox_engine.model.precision import autocast
 from gradbox_engine.requests import CallOptions, Group
+
+NOTHING = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -36,6 +44,7 @@ class ShardGraph:
     taps: list[tuple[Tap, GradientEdge | None]]
     penalties: list[Tensor]  # the penalties' values, where they were wanted
     intact: bool
+    recomputed: bool
 
 
 class ModelCalls:
@@ -73,15 +82,22 @@ class ModelCalls:
         self._taps = Taps(model, options.penalties)
         by_sample = options.streams == "sample"
         self._by_sample = SampleStreams(model, groups, seed=options.seed) if by_sample else None
+        self.recomputation = Recomputation(model, groups, options.recompute, options.precision)
 
     def __call__(
-        self, position: Position, arguments: dict[str, Any], *, with_penalties: bool = False
+        self,
+        position: Position,
+        arguments: dict[str, Any],
+        *,
+        with_penalties: bool = False,
+        whole: bool = False,
     ) -> ShardGraph:
         """Put a shard through the model and return z with its graph.
 
         Args:
             with_penalties: whether to evaluate the penalties here too; in the backward pass they
                 are in any case.
+            whole: whether no block is recomputed, whatever the job's options say.
 
         Raises:
             ModelCallFailed: the model or the readout raised; the message says on which shard.
@@ -92,12 +108,14 @@ class ModelCalls:
         arguments = {**arguments, **leaves}
         by_place, by_name = call_arguments(arguments)
         entry, readout = self._entries[position.group], self._options.readout
+        recomputed = self.recomputation.wanted(position, arguments) and not whole
         self.begin(position)
         with (
             blaming("the model", self.where(position), model=self._model, arguments=arguments),
             self._drawing(position),
             self._autocast,
             self._taps.hooked(with_values=with_penalties) as tapped,
+            self._blocks_cut(position) if recomputed else NOTHING,
         ):
             with torch.enable_grad():  # the model may leave it switched off
                 value = choose(entry(*by_place, **by_name), self._options.output)
@@ -117,6 +135,7 @@ class ModelCalls:
             taps=tapped.taps,
             penalties=tapped.values,
             intact=self._taps.all_intact(tapped),
+            recomputed=recomputed,
         )
 
     def begin(self, position: Position) -> None:
@@ -136,6 +155,10 @@ class ModelCalls:
             return nullcontext()
         return self._by_sample.drawing(position, self._device)
 
+    def _blocks_cut(self, position: Position) -> AbstractContextManager[None]:
+        rerun = _same_numbers if self._by_sample is None else self._by_sample.rerun
+        return self.recomputation.blocks_cut(position, self.where(position), rerun)
+
     def where(self, position: Position) -> str:
         """Name a shard in a message."""
         return shard_name(self.groups, position)
@@ -147,6 +170,10 @@ class ModelCalls:
     def _leaves(self, position: Position, arguments: dict[str, Any]) -> dict[str, Tensor]:
         names = self._differentiated[self.groups[position.group].name]
         return {name: arguments[name].requires_grad_() for name in names}
+
+
+def _same_numbers() -> Rerun:
+    return partial(generators_at, generator_states())
 
 
 def entry_point(model: nn.Module, method: str, where: str) -> Callable[..., Any]:

@@ -7,7 +7,8 @@ stochastic depth, as long as the samples are along dim 0 of what is dropped (or 
 heads, as in attention). Attention runs by its plain formula, for the fused kernels draw inside.
 
 Refused by name: every other random operation, operations that drop along another layout, Python's
-and NumPy's generators, and activation checkpointing, which would draw again during backward.
+and NumPy's generators, and activation checkpointing of the model's own, which would draw again
+during backward.
 
 The hash is MurmurHash3's 32-bit finaliser (Appleby 2008), one round per coordinate axis: about ten
 integer operations an entry, several times the price of an ordinary mask. It looks random; it is not
@@ -20,8 +21,9 @@ Legend: b samples of a shard.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,7 +80,8 @@ class SampleStreams:
         if device.type == "cuda":  # from pinned memory, or the host would wait for the device
             keys_b = keys_b.pin_memory()
         keys_b = keys_b.to(device, non_blocking=True)
-        with sdpa_kernel(SDPBackend.MATH), _KeyedDropout(keys_b):
+        self._drawn = _KeyedDropout(keys_b)
+        with sdpa_kernel(SDPBackend.MATH), self._drawn:
             yield
         if generator_fingerprint() != before:
             raise SampleStreamRefused(
@@ -87,11 +90,21 @@ class SampleStreams:
                 'streams="shard"'
             )
 
+    def rerun(self) -> Callable[[], AbstractContextManager[None]]:
+        """Return what draws once more the numbers that are drawn from here on."""
+        return partial(_drawing_again, self._drawn.keys_b, self._drawn.num_operations)
+
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Run a backward pass, in which nothing random may happen."""
         with _KeyedDropout(None):
             yield
+
+
+@contextmanager
+def _drawing_again(keys_b: Tensor | None, num_operations: int) -> Iterator[None]:
+    with sdpa_kernel(SDPBackend.MATH), _KeyedDropout(keys_b, num_operations):
+        yield
 
 
 class _KeyedDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -100,10 +113,10 @@ class _KeyedDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
     With keys None, as in a backward pass, all of them are refused.
     """
 
-    def __init__(self, keys_b: Tensor | None) -> None:
+    def __init__(self, keys_b: Tensor | None, num_operations: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._keys_b = keys_b
-        self._num_operations = 0
+        self.keys_b = keys_b
+        self.num_operations = num_operations  # so far
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -124,9 +137,9 @@ class _KeyedDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _mask(self, func: Any, like: Tensor, keep: float) -> Tensor:
         """Return the boolean mask of one operation, True with probability `keep`."""
-        if self._keys_b is None:
+        if self.keys_b is None:
             raise _refused(func, "draws during a backward pass")
-        num_samples = self._keys_b.shape[0]
+        num_samples = self.keys_b.shape[0]
         if num_samples == 0 and like.numel() == 0:
             return torch.ones_like(like, dtype=torch.bool)
         if like.ndim == 0 or num_samples == 0 or like.shape[0] % num_samples:
@@ -135,8 +148,8 @@ class _KeyedDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"drops from shape {tuple(like.shape)}, whose dim 0 is not the {num_samples} "
                 f"samples of the shard",
             )
-        self._num_operations += 1
-        h = _mixed(self._keys_b ^ (self._num_operations * GOLDEN) % 2**31)
+        self.num_operations += 1
+        h = _mixed(self.keys_b ^ (self.num_operations * GOLDEN) % 2**31)
         per_sample = like.shape[0] // num_samples
         axes = [*([per_sample] if per_sample != 1 else []), *like.shape[1:]]
         for size in axes:

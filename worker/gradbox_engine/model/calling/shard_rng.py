@@ -104,6 +104,27 @@ def generator_fingerprint() -> tuple[object, ...]:
     return tuple(drawn)
 
 
+States = list[tuple[Callable[[Any], object], Any]]
+"""What writes the state of a generator, and the state."""
+
+
+def generator_states() -> States:
+    """Return where every global generator is now."""
+    states: States = [(generator.write, generator.read()) for generator in _generators()]
+    if numpy is not None:
+        states.append((numpy.random.set_state, numpy.random.get_state(legacy=False)))
+    return states
+
+
+@contextmanager
+def generators_at(states: States) -> Iterator[None]:
+    """Put every global generator where it was, and back on the way out."""
+    with generators_restored():
+        for write, state in states:
+            write(state)
+        yield
+
+
 class _Generator(NamedTuple):
     """How a generator that all share is read, put back and seeded."""
 

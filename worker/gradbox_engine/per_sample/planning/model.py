@@ -121,7 +121,7 @@ class CallableModel:
         """
         with torch.enable_grad(), checkpoints_inlined():
             with observed:
-                outputs = self._calls(position, arguments).outputs
+                outputs = self._calls(position, arguments, whole=True).outputs
             z = outputs.get(BARE)
             if z is None or z.dim() == 0:
                 raise NoBatchAxis(

@@ -1,4 +1,4 @@
-"""Whether a replay reproduced the first pass: the assumption that the whole method rests on."""
+"""Whether a second call repeats the first: the assumption that the whole method rests on."""
 
 from __future__ import annotations
 
@@ -11,6 +11,18 @@ from gradbox_engine.model.host_copy import HostCopy
 from gradbox_engine.model.precision import replay_tolerance
 from gradbox_engine.model.tensor_equality import same_values
 from gradbox_engine.requests import Precision
+
+SKETCH_ENTRIES = 4096
+"""How many entries of a tensor are kept at equal distances, where all of it would take memory."""
+
+
+def sketch(outputs: Outputs) -> Outputs:
+    """Return copies of some entries of each output."""
+    sketched = {}
+    for name, value in outputs.items():
+        flat = value.detach().flatten()
+        sketched[f"v/{name}"] = flat[:: max(1, flat.numel() // SKETCH_ENTRIES)].clone()
+    return sketched
 
 
 def relative_difference(again: Tensor, first: Tensor) -> Tensor:
