@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol, TypedDict
 
@@ -146,9 +146,11 @@ class Recomputed:
     blocks: tuple[str, ...] = ()
     shards: int = 0
 
-    def __add__(self, other: Recomputed) -> Recomputed:
-        """Return what two devices recomputed of one model."""
-        return Recomputed(self.blocks or other.blocks, self.shards + other.shards)
+    @classmethod
+    def joined(cls, parts: Iterable[Recomputed]) -> Recomputed:
+        """Return what several ranges of one job recomputed."""
+        some = [part for part in parts if part.shards]
+        return cls(some[0].blocks, sum(part.shards for part in some)) if some else cls()
 
 
 NOT_RECOMPUTED: Final = Recomputed()

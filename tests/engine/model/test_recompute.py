@@ -213,7 +213,8 @@ class NoRoom(nn.Module):
 def _hooked(x: Tensor) -> bool:
     """Return whether what the last linear layer saved went through hooks."""
     (_, _), (linear, _) = x.grad_fn.next_functions  # of x + layers(x)
-    saved = linear._raw_saved_mat1
+    frozen = linear.next_functions[2][0] is None  # no weight's gradient is wanted, but the input's
+    saved = linear._raw_saved_mat2 if frozen else linear._raw_saved_mat1
     try:
         saved.register_hooks(lambda tensor: tensor, lambda tensor: tensor)
     except RuntimeError as error:

@@ -35,8 +35,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from functools import reduce
-from operator import add
 from typing import Unpack
 
 import torch
@@ -64,6 +62,7 @@ from gradbox_engine.requests import (
     MixedReturned,
     Objective,
     Observer,
+    Recomputed,
     Silent,
 )
 
@@ -168,7 +167,7 @@ def split_mixed_gradient(
         shards={group.name: len(group.shards)},
         tangents=sum(of_range.replayed for of_range in tangents),
         fallbacks=dict(fallbacks),
-        recomputed=reduce(add, (of_range.recomputed for of_range in tangents)),
+        recomputed=Recomputed.joined(of_range.recomputed for of_range in tangents),
         replay_difference=max(of_range.replay_difference for of_range in tangents),
         seconds=clock.seconds,
         ranges=job.runs(),

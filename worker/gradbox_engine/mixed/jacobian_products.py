@@ -120,7 +120,7 @@ class ShardJacobians:
         scale = self._scale([u])
         with forward_ad.dual_level(), forward_mode_checkpoints(), LeanRules() as rules:
             moving = dual(z, (u * scale).to(z.dtype).view_as(z))
-            graph = self._calls(position, {**arguments, name: moving}, whole=True)
+            graph = self._calls(position, {**arguments, name: moving}, recompute=False)
             pairs = {n: parts(v) for n, v in graph.outputs.items()}
         return _linearised(pairs, scale, rules.rounding)
 
@@ -140,7 +140,7 @@ class ShardJacobians:
         leaf = z.requires_grad_()
         with torch.enable_grad(), checkpoints_inlined():
             with Roundings() as seen:
-                graph = self._calls(position, {**arguments, name: leaf.clone()}, whole=True)
+                graph = self._calls(position, {**arguments, name: leaf.clone()}, recompute=False)
             a = cotangents(graph.outputs)
             moving = (u * scale).to(z.dtype).view_as(z)
             tangents = self._twice(position, graph, leaf, a, moving)

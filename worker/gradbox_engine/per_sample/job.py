@@ -8,14 +8,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from gradbox_engine.checkpoint import Checkpoint, Checkpoints, NoCheckpoints
 from gradbox_engine.errors import BadInputs, BadReduction
-from gradbox_engine.model.calling.blame import blaming
+from gradbox_engine.model.calling.blame import blaming, is_out_of_memory
 from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.per_sample.pieces import Sink
 from gradbox_engine.per_sample.planned_model import PlannedModel
@@ -46,6 +47,8 @@ from gradbox_engine.per_sample.sample_loss import SampleLoss, rows_of
 from gradbox_engine.per_sample.shard_run import ShardRun
 from gradbox_engine.requests import Observer, Silent
 from gradbox_factors import Factored, projection_of
+
+T = TypeVar("T")
 
 BUDGET_BYTES = 2**30
 
@@ -154,7 +157,7 @@ class PerSampleJob:
         self._request, self._observer = request, observer or Silent()
         self._checkpoints = checkpoints or NoCheckpoints()
         self._budget_bytes, self._sink = budget_bytes, sink
-        self._counts = [planned.count(position) for position in positions]
+        self._counts = [self._counted(position) for position in positions]
         self.num_samples = sum(self._counts)
         self._head: Callable[..., Tensor] = rows_of
         if loss is not None:
@@ -169,25 +172,19 @@ class PerSampleJob:
         """
         start, facts, collector = time.perf_counter(), self._facts, self._collector
         self._resume()
-        for run in self._runs(first=facts.shards):
-            outputs = run.graph.outputs
-            if not facts.shards:
-                collector.begin(self.num_samples, outputs)
-            elif outputs != facts.outputs:
-                raise BadInputs(
-                    f"{self._model.where(self._positions[facts.shards])}: expected {facts.outputs} "
-                    f"outputs a sample like shard {self._positions[0].shard}, got "
-                    f"{outputs}: pad the shards alike, or pool in readout="
-                )
-            if isinstance(collector, PulledBack):
-                collector.add(self._pulled_back(run))
-            else:
-                self._collect(run)
-            facts.add(run, _values(run, self._head))
+        row_is_due = self._planned.row_is_due(self._request.samples or self.num_samples)
+        begun = facts.shards  # by an earlier process
+        for index in range(begun, len(self._positions)):
+            first = index == begun
+            shard = partial(self._shard, index, first=first, row_is_due=row_is_due and first)
+            self._in_less_memory(self._positions[index], shard)
             if self._checkpoints.due():
                 self._checkpoints.write(self.state())
         fields = collector.result(one_output=self._head is not rows_of)
-        return facts.result(tuple(self._model.parameters), start, **fields)
+        self._model.recomputation.difference()  # which is within its tolerance
+        recomputed = self._model.recomputation.done(self._positions)
+        names = tuple(self._model.parameters)
+        return facts.result(names, start, recomputed=recomputed, **fields)
 
     def state(self) -> Checkpoint:
         """Return what another process goes on from, between two shards."""
@@ -207,22 +204,67 @@ class PerSampleJob:
             self._collector.begin(self.num_samples, self._facts.outputs)
             self._collector.resume(left.section("rows"))
 
-    def _runs(self, *, first: int) -> Iterator[ShardRun]:
-        positions = self._positions
-        row_is_due = self._planned.row_is_due(self._request.samples or self.num_samples)
-        for index in range(first, len(positions)):
-            self._tell(sum(self._counts[:index]))
-            head, loss = self._head_of(index), self._head is not rows_of
-            run = ShardRun(
-                self._planned,
-                positions[index],
-                head,
-                loss=loss,
-                first=index == first,
-                row_is_due=row_is_due and index == first,
+    def _shard(self, index: int, *, first: bool, row_is_due: bool) -> None:
+        """Run a shard, and collect what is asked for of it; see `ShardRun`."""
+        facts, collector, positions = self._facts, self._collector, self._positions
+        self._taken = False
+        self._tell(sum(self._counts[:index]))
+        head, loss = self._head_of(index), self._head is not rows_of
+        run = ShardRun(
+            self._planned,
+            positions[index],
+            head,
+            loss=loss,
+            first=first,
+            row_is_due=row_is_due,
+        )
+        self._model.feed.prefetch(positions[index + 1] if index + 1 < len(positions) else None)
+        outputs = run.graph.outputs
+        if not facts.shards:
+            collector.begin(self.num_samples, outputs)
+        elif outputs != facts.outputs:
+            raise BadInputs(
+                f"{self._model.where(positions[index])}: expected {facts.outputs} "
+                f"outputs a sample like shard {positions[0].shard}, got "
+                f"{outputs}: pad the shards alike, or pool in readout="
             )
-            self._model.feed.prefetch(positions[index + 1] if index + 1 < len(positions) else None)
-            yield run
+        if isinstance(collector, PulledBack):
+            collector.add(self._pulled_back(run))
+        else:
+            self._collect(run)
+        facts.add(run, _values(run, self._head))
+
+    def _counted(self, position: Position) -> int:
+        return self._in_less_memory(position, partial(self._planned.count, position))
+
+    def _in_less_memory(self, position: Position, step: Callable[[], T]) -> T:
+        """Run a step of a shard; where memory runs out, once more with its blocks recomputed.
+
+        Not where that would take a backward pass for each of several samples: smaller shards do
+        better. Nor once some of its rows were taken.
+
+        Raises:
+            torch.OutOfMemoryError: it does not fit.
+        """
+        self._taken = False
+        try:
+            return step()
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+            recomputation = self._model.recomputation
+            if (
+                not is_out_of_memory(error)
+                or self._taken
+                or not recomputation.after_out_of_memory()
+            ):
+                raise
+            message = str(error)
+        # Outside the handler, whose traceback holds on to the failed step's tensors.
+        torch.cuda.empty_cache()
+        if self._request.reduce != "vjp" and (samples := self._planned.count(position)) > 1:
+            raise torch.OutOfMemoryError(
+                f"{message}; it was a shard of {samples} samples: make the shards smaller"
+            )
+        return step()
 
     def _head_of(self, index: int) -> Callable[..., Tensor]:
         """Return what is differentiated of a shard, as a function of z."""
@@ -242,6 +284,7 @@ class PerSampleJob:
             terms = run.terms(chunk, last=chunk.stop == outputs)
             if self._model.in_float16 and self._request.reduce == "none":
                 terms = narrowed(terms, self._model.parameters)
+            self._taken = True
             facts.unreached &= {name for name, term in terms.items() if term.rule == "zero"}
             self._collector.take(terms, facts.samples, chunk)
             del terms

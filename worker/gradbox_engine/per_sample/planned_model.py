@@ -155,6 +155,8 @@ class PlannedModel:
         Args:
             states: what `states` returned there, after it had counted the same shards.
         """
+        if len(self._in_use) != len(states):  # for one of the two had to recompute shards
+            return
         for used, found in zip(list(self._in_use.values()), states, strict=True):
             samples = found["samples"]
             made_on = None if found["made_on"] is None else Position(*found["made_on"])
@@ -165,7 +167,8 @@ class PlannedModel:
             used.plan.loops.update(found["loops"])
 
     def _signature(self, position: Position) -> tuple[Any, ...]:
-        return self.model.signature(position.group, shapes_of(self.model.form(position)))
+        signature = self.model.signature(position.group, shapes_of(self.model.form(position)))
+        return (*signature, "recomputed") if self.model.recomputes(position) else signature
 
     def _use(self, signature: Any, used: PlanInUse) -> PlanInUse:
         self._in_use[signature] = used

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from gradbox_engine.errors import BadReduction
+from gradbox_engine.requests import NOT_RECOMPUTED, Recomputed
 from gradbox_factors import Factored, Kind
 
 GradientReduction = Literal["none", "norm", "gram", "clipped_sum", "projection"]
@@ -132,6 +133,7 @@ class SampleResult:
     outputs: int = 1
     rows_compared: RowsCompared = "none"  # on one shard
     seconds: float = 0.0
+    recomputed: Recomputed = NOT_RECOMPUTED
 
 
 def most_compared(found: Iterable[RowsCompared]) -> RowsCompared:

@@ -19,8 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from functools import reduce
-from operator import add
 from typing import Unpack
 
 import torch
@@ -50,6 +48,7 @@ from gradbox_engine.requests import (
     Group,
     Objective,
     Observer,
+    Recomputed,
     Retain,
     Returned,
     SetGradient,
@@ -211,7 +210,7 @@ def carried_back(
         unreached=(*(name for name in parameters if name not in sums), *unreached_inputs),
         retained=sum(of_range.retained for of_range in gradients),
         replayed=sum(of_range.replayed for of_range in gradients),
-        recomputed=reduce(add, (of_range.recomputed for of_range in gradients)),
+        recomputed=Recomputed.joined(of_range.recomputed for of_range in gradients),
         replay_difference=max(of_range.replay_difference for of_range in gradients),
         seconds=clock.seconds,
         ranges=job.runs(),

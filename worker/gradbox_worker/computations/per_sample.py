@@ -268,5 +268,6 @@ def _computed(
             "rows_compared": answer.rows_compared,
         },
         seconds={"samples": answer.seconds},
+        recomputed=answer.recomputed,
         runs=answer.ranges if isinstance(answer, SplitSamples) else (),
     )

@@ -90,14 +90,15 @@ class ModelCalls:
         arguments: dict[str, Any],
         *,
         with_penalties: bool = False,
-        whole: bool = False,
+        recompute: bool | None = None,
     ) -> ShardGraph:
         """Put a shard through the model and return z with its graph.
 
         Args:
             with_penalties: whether to evaluate the penalties here too; in the backward pass they
                 are in any case.
-            whole: whether no block is recomputed, whatever the job's options say.
+            recompute: whether its blocks are computed again in the backward pass; None: where the
+                job's option says so.
 
         Raises:
             ModelCallFailed: the model or the readout raised; the message says on which shard.
@@ -108,7 +109,8 @@ class ModelCalls:
         arguments = {**arguments, **leaves}
         by_place, by_name = call_arguments(arguments)
         entry, readout = self._entries[position.group], self._options.readout
-        recomputed = self.recomputation.wanted(position, arguments) and not whole
+        wanted = self.recomputation.wanted(position, arguments)
+        recomputed = wanted if recompute is None else recompute
         self.begin(position)
         with (
             blaming("the model", self.where(position), model=self._model, arguments=arguments),

@@ -130,6 +130,11 @@ class Recomputation:
         self._least_bytes = min(num_bytes, self._least_bytes or num_bytes)
         return True
 
+    @property
+    def in_force(self) -> bool:
+        """Whether any shard may be recomputed by now."""
+        return self._least_bytes is not None
+
     def wanted(self, position: Position, arguments: Mapping[str, Any]) -> bool:
         """Return whether a shard that is called now is recomputed."""
         self._latest = position

@@ -77,6 +77,7 @@ class CallableModel:
         self.rounding = AUTOCAST.get(ready.options.precision, torch.float64)
         self.in_float16 = ready.in_float16
         self.hooked = tuple(name for name, p in parameters.items() if hooks_on_gradient(p))
+        self.recomputation = ready.calls.recomputation
         self._groups, self._calls, self._buffers = ready.calls.groups, ready.calls, ready.buffers
 
     def shard(self, position: Position) -> Shard:
@@ -106,6 +107,11 @@ class CallableModel:
         """Give the buffers the values that they had when the job began."""
         self._buffers.restore(self._buffers.first)
 
+    def recomputes(self, position: Position) -> bool:
+        """Return whether a shard's blocks are computed again in its backward passes."""
+        asked = self.recomputation
+        return asked.in_force and asked.wanted(position, self.form(position))
+
     def call(
         self,
         position: Position,
@@ -121,7 +127,8 @@ class CallableModel:
         """
         with torch.enable_grad(), checkpoints_inlined():
             with observed:
-                outputs = self._calls(position, arguments, whole=True).outputs
+                recompute = self.recomputes(position)
+                outputs = self._calls(position, arguments, recompute=recompute).outputs
             z = outputs.get(BARE)
             if z is None or z.dim() == 0:
                 raise NoBatchAxis(

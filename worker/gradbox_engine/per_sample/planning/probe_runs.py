@@ -53,6 +53,8 @@ from gradbox_engine.torch_private import of_a_transform
 
 SAMPLES = 3
 
+RECOMPUTED: Final = "its shard is recomputed in the backward pass"
+
 BAGS: Final = (
     "The ids of an EmbeddingBag with offsets are no samples: give it ids of shape "
     "(samples, ids of each), filled up with its padding_idx, and no offsets"
@@ -80,7 +82,9 @@ def plan_for(model: CallableModel, position: Position, *, samples: int = SAMPLES
         NoBatchAxis: no dim of the inputs gives z one row a sample.
         CoupledSamples: one sample's output changes when another sample does.
     """
-    shard = model.shard(position)
+    shard, recomputed = model.shard(position), model.recomputes(position)
+    if recomputed and _probe(model, shard, position).z.shape[0] == 1:  # for others would not fit
+        return _plan_for_one_sample(model)
     sized = _sized_runs(model, shard, position, samples)
     if sized is None:
         return _plan_for_one_sample(model)
@@ -99,6 +103,8 @@ def plan_for(model: CallableModel, position: Position, *, samples: int = SAMPLES
             refuse_coupling(uses)
     with autocast(model.options.precision, model.device):  # as the functions are called in
         plan = make_plan(uses, model.parameters)
+    if recomputed:
+        plan.loop_over_all(model.parameters, RECOMPUTED)
     plan.loop(model.hooked, "a hook changes its gradient")
     if plan.recorded:
         unseen = unseen_uses(first.uses, first.leaves, plan.derived, model.parameters)
@@ -267,7 +273,9 @@ def _probe(
     model: CallableModel, shard: Mapping[str, Any], position: Position, *, modules: bool = False
 ) -> ProbeRun:
     """Run on a shard; with `modules` the uses say which module they are in."""
-    log = UseLog(model.model if modules else None, model.parameters)
+    # Of a shard that is recomputed no use is listed, for that would hold all that is computed.
+    listed = not model.recomputes(position)
+    log = UseLog(model.model if modules else None, model.parameters if listed else {})
     model.restore_buffers()  # before the log registers its hooks
     model.begin(position)
     before = generator_fingerprint()
@@ -277,7 +285,8 @@ def _probe(
     finally:
         log.remove_hooks()
     draws = generator_fingerprint() != before
-    return ProbeRun(log.uses, log.selections, log.sizes, z.detach(), draws, edges_of([z]))
+    leaves = edges_of([z] if listed else [])
+    return ProbeRun(log.uses, log.selections, log.sizes, z.detach(), draws, leaves)
 
 
 def _coarsest(uses: Iterable[Use], rounding: torch.dtype) -> torch.dtype:

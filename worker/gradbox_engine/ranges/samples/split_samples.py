@@ -51,7 +51,7 @@ from gradbox_engine.ranges.samples.protocol import (
     SampleTask,
 )
 from gradbox_engine.ranges.samples.sample_ranges import SampleRanges
-from gradbox_engine.requests import Observer, Silent
+from gradbox_engine.requests import Observer, Recomputed, Silent
 from gradbox_factors import Factored
 
 T = TypeVar("T")
@@ -284,6 +284,7 @@ def joined(
     arrays = [result.arrays for result in results]
     loops = {name: why for result in results for name, why in result.loops.items()}
     return SampleResult(
+        recomputed=Recomputed.joined(result.recomputed for result in results),
         arrays=tree_sum(arrays) if reduce in SUMMED else _cat(arrays),
         factors=joined_factors([result.factors for result in results]),
         parameter_norms=_cat([result.parameter_norms for result in results]),
