@@ -51,6 +51,7 @@ TERMS: dict[str, dict[str, Any]] = {
     "everything kept": {"retain": 2**30},
     "fp64": {"precision": "fp64"},
     "streams of samples": {"streams": "sample"},
+    "layers that are recomputed": {"recompute": "[02]"},
     "an order": {"order": torch.randperm(14, generator=torch.Generator().manual_seed(0))},
     "weights": {"weights": {"0.weight": torch.full((8, 5), 0.3).double()}},
     "a module's name": {"wrt": ["0"]},
@@ -100,6 +101,9 @@ def test_terms_of_a_job_are_those_of_the_engine(box: TestBox, name: str) -> None
     assert (manifest.seed, manifest.mode) == (terms["seed"], terms["mode"])
     assert manifest.shards_replayed == expected.replayed
     assert manifest.shards_retained == expected.retained
+    assert manifest.recompute == terms.get("recompute", "auto")
+    assert manifest.shards_recomputed == expected.recomputed.shards
+    assert tuple(manifest.recomputed_blocks) == expected.recomputed.blocks
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16", "fp64"])
