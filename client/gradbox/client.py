@@ -410,11 +410,11 @@ class GradClient:
             weights: a partial state dict laid over the registered weights. Its tensors may change
                 between calls: each call sees the numbers they have when it is made.
             progress: whether its jobs show progress bars, as for `Job.wait`.
-            options: mode, seed, output, precision, retain, transfer, priority, timeout_s, devices
-                and name, as for `Gradient`. `mode` is that of the first calls; `train()` and
-                `eval()` change it. `retain` is for graphs kept on the box from the calls until
-                `backward()`. `transfer` is the format of gradients, and of the parameters in
-                `weights` as they are sent.
+            options: mode, seed, output, precision, recompute, retain, transfer, priority,
+                timeout_s, devices and name, as for `Gradient`. `mode` is that of the first calls;
+                `train()` and `eval()` change it. `retain` is for graphs kept on the box from the
+                calls until `backward()`. `transfer` is the format of gradients, and of the
+                parameters in `weights` as they are sent.
 
         Raises:
             UnknownModel: there is none of that name.

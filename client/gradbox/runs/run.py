@@ -193,8 +193,8 @@ class TrainRun:
             progress: whether to show a line with the steps a second; None shows it on a terminal
                 and in a notebook.
             options: loss_inputs, penalties, readout, method, order, output, streams, retain,
-                transfer, priority, timeout_s, devices and name, as for `Gradient`; and `returns`,
-                by default nothing: its gradients are those before clipping.
+                recompute, transfer, priority, timeout_s, devices and name, as for `Gradient`; and
+                `returns`, by default nothing: its gradients are those before clipping.
 
         Raises:
             InvalidJob: the step cannot be made as it is; the subclass says why.
@@ -270,8 +270,8 @@ class TrainRun:
         Args:
             readout: as for `Gradient`.
             progress: whether its jobs show progress bars.
-            options: output, mode (by default the run's), retain, priority, timeout_s, devices and
-                name, as for `GradClient.model`.
+            options: output, mode (by default the run's), recompute, retain, priority, timeout_s,
+                devices and name, as for `GradClient.model`.
 
         Raises:
             ModuleNotFoundError: torch is not installed here.

@@ -43,6 +43,7 @@ class StepKeywords(UpdateKeywords, total=False):
     order: Tensor | Mapping[str, Tensor] | None
     output: str | int | None
     streams: Literal["shard", "sample"]
+    recompute: str
     retain: Retain
 
 
