@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from gradbox_engine import Group, MixedResult, Objective, mixed_gradient
 from gradbox_engine.requests import Recomputed
 from tests.device import same_bits
-from tests.engine.model.test_recompute import NoRoom, Residual
+from tests.engine.model.test_recompute import Residual, crowded
 
 WIDTH = 8
 
@@ -64,18 +64,6 @@ def test_recomputed_blocks_do_not_show(tail):
 
 
 def test_a_first_pass_that_does_not_fit_is_recomputed():
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Residual(WIDTH) for _ in range(3)), _OutsideForwardMode())
     with pytest.raises(torch.OutOfMemoryError):
-        mixed(model, "off")
-    assert mixed(model, "auto").recomputed.shards == 2
-
-
-class _OutsideForwardMode(NoRoom):
-    """Runs out of memory where there is a graph."""
-
-    def __init__(self) -> None:
-        super().__init__(samples=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if x.requires_grad else x
+        mixed(crowded(1), "off")
+    assert mixed(crowded(1), "auto").recomputed.shards == 2

@@ -10,14 +10,15 @@ from gradbox_engine.per_sample import CoupledSamples, jacobian, per_sample_gradi
 from gradbox_engine.requests import Recomputed
 from tests.device import same_bits
 from tests.engine.memory import peak_bytes
-from tests.engine.model.test_recompute import NoRoom, Residual
+from tests.engine.model.test_recompute import Residual, crowded
 
 WIDTH = 8
 
 
-def model(depth: int = 3, *tail: nn.Module) -> nn.Module:
+def model(*, fits: int = 100) -> nn.Module:
+    """Return one of which shards of fewer samples fit."""
     torch.manual_seed(0)
-    return nn.Sequential(*(Residual(WIDTH) for _ in range(depth)), *tail, nn.Linear(WIDTH, 2))
+    return crowded(fits, nn.Linear(WIDTH, 2))
 
 
 def shards(*sizes: int) -> list[dict[str, Tensor]]:
@@ -58,10 +59,10 @@ def test_so_are_jacobians_and_what_rows_are_reduced_to(sizes):
 
 
 def test_only_a_sample_that_does_not_fit_is_recomputed():
-    crowded = model(3, NoRoom(samples=1))
+    narrow = model(fits=1)
     with pytest.raises(torch.OutOfMemoryError):
-        rows("off", (1, 1), own=crowded)
-    found = rows("auto", (1, 1), own=crowded, mode="train")
+        rows("off", (1, 1), own=narrow)
+    found = rows("auto", (1, 1), own=narrow, mode="train")
     assert found.recomputed == Recomputed(("0", "1", "2"), 2)
     assert rows("auto", (1, 1)).recomputed == Recomputed()
     expected = rows("blocks", (1, 1), mode="train")
@@ -71,12 +72,21 @@ def test_only_a_sample_that_does_not_fit_is_recomputed():
     )
 
 
-def test_several_samples_that_do_not_fit_are_told_to_go_in_smaller_shards():
+def test_samples_that_do_not_fit_together_are_called_one_by_one():
+    found = rows("auto", (6, 3), own=model(fits=6))  # than probe runs have
+    assert found.recomputed.shards == 1
+    expected = rows("off", (6, 3))
+    assert not expected.loops
+    for name, array in expected.arrays.items():
+        torch.testing.assert_close(found.arrays[name], array, rtol=1e-12, atol=1e-14)
+
+
+def test_several_samples_under_one_mask_that_do_not_fit_have_to_go_in_smaller_shards():
     with pytest.raises(torch.OutOfMemoryError, match="a shard of 5 samples: make the shards"):
-        rows("auto", (5,), own=model(3, NoRoom(samples=1)))
+        rows("auto", (5,), own=model(fits=1), mode="train")
     cotangents = {"vectors": torch.ones(5, 2, dtype=torch.float64), "reduce": "vjp"}
-    crowded = model(3, NoRoom(samples=1))
-    found = jacobian(crowded, shards(5), precision="fp64", **cotangents)
+    narrow = model(fits=1)
+    found = jacobian(narrow, shards(5), precision="fp64", **cotangents)
     assert found.recomputed.shards == 1
 
 

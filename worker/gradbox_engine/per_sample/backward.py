@@ -50,10 +50,20 @@ class RecordedGraph:
         model: the model.
         plan: how its uses are treated.
         head: maps z (B, ...) to what is differentiated, (B, Y).
+        alone: returns z of a call on one sample, through which its rows are taken where they take
+            a backward pass each; None where it cannot be called alone.
     """
 
-    def __init__(self, model: CallableModel, plan: Plan, position: Position, head: Head) -> None:
-        self._parameters, self._plan = model.parameters, plan
+    def __init__(
+        self,
+        model: CallableModel,
+        plan: Plan,
+        position: Position,
+        head: Head,
+        *,
+        alone: Callable[[int], Tensor | None] | None = None,
+    ) -> None:
+        self._parameters, self._plan, self._alone = model.parameters, plan, alone
         self._on_several_devices = model.on_several_devices
         self._in_float16 = model.in_float16
         arguments = model.feed.take(position)
@@ -233,19 +243,20 @@ class RecordedGraph:
             z: the graph's own, or that of a call in which these samples are as in this one.
         """
         looped = {name: self._parameters[name] for name in self._plan.loops}
-        leaves = asked_for(z, looped, self._parameters)
         sizes = len(samples), len(outputs)
         arrays = {name: self._empty(p).new_zeros(*sizes, *p.shape) for name, p in looped.items()}
-        for column, output in enumerate(outputs):
-            values = self.value[:, output]
-            (slopes,) = gradients(values, [self.z], torch.ones_like(values), keep_graph=True)
-            if slopes is None:
-                continue
-            for row, sample in enumerate(samples):
-                cotangent = torch.zeros_like(slopes)
-                cotangent[sample] = slopes[sample]
+        slopes = [self._slopes(output) for output in outputs]
+        for row, sample in enumerate(samples):
+            root = None if self._alone is None else self._alone(sample)
+            root, mine = (z, slice(sample, sample + 1)) if root is None else (root, slice(None))
+            leaves = asked_for(root, looped, self._parameters)
+            for column, slope in enumerate(slopes):
+                if slope is None:
+                    continue
+                cotangent = torch.zeros_like(root)
+                cotangent[mine] = slope[sample]
                 rows = leaf_gradients(
-                    z,
+                    root,
                     leaves,
                     cotangent,
                     leaves=leaves,
@@ -257,6 +268,12 @@ class RecordedGraph:
                     if gradient is not None:
                         array[row, column] = dense(gradient)
         return arrays
+
+    def _slopes(self, output: int) -> Tensor | None:
+        """Return Σ_b ∂v_b/∂z of an output."""
+        values = self.value[:, output]
+        (slopes,) = gradients(values, [self.z], torch.ones_like(values), keep_graph=True)
+        return slopes
 
     def _empty(self, parameter: Tensor) -> Tensor:
         """Return a tensor of the dtype of a parameter's rows, wide where they pass float16."""

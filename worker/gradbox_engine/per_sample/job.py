@@ -240,7 +240,7 @@ class PerSampleJob:
     def _in_less_memory(self, position: Position, step: Callable[[], T]) -> T:
         """Run a step of a shard; where memory runs out, once more with its blocks recomputed.
 
-        Not where that would take a backward pass for each of several samples: smaller shards do
+        Not where each of several samples would take a backward pass of all: smaller shards do
         better. Nor once some of its rows were taken.
 
         Raises:
@@ -260,7 +260,8 @@ class PerSampleJob:
             message = str(error)
         # Outside the handler, whose traceback holds on to the failed step's tensors.
         torch.cuda.empty_cache()
-        if self._request.reduce != "vjp" and (samples := self._planned.count(position)) > 1:
+        samples, plan = self._planned.count(position), self._planned.plan(position).plan
+        if samples > 1 and not plan.alone and self._request.reduce != "vjp":
             raise torch.OutOfMemoryError(
                 f"{message}; it was a shard of {samples} samples: make the shards smaller"
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -124,7 +125,10 @@ class PlannedModel:
 
     def graph(self, plan: Plan, position: Position, head: Head) -> RecordedGraph:
         """Run a shard forward."""
-        return RecordedGraph(self.model, plan, position, head)
+        alone = None
+        if plan.alone and not plan.one_sample and self.model.recomputes(position):
+            alone = partial(self.called_alone, plan, position)
+        return RecordedGraph(self.model, plan, position, head, alone=alone)
 
     def called_alone(
         self, plan: Plan, position: Position, sample: int, *, in_every_place: bool = False
