@@ -41,7 +41,7 @@ MOST_MEMORY, MOST_TIME = 0.45, 1.35
 
 
 @dataclass(frozen=True)
-class Recomputed:
+class BlockCosts:
     """One task's peaks in bytes by mode, of one shard, and its time with blocks recomputed."""
 
     task: str
@@ -50,7 +50,7 @@ class Recomputed:
     same_bits: bool
 
 
-def recompute_section(found: list[Recomputed]) -> str:
+def recompute_section(found: list[BlockCosts]) -> str:
     """Describe the measurement."""
     rows, bars = [], []
     for one in found:
@@ -85,7 +85,7 @@ def recompute_section(found: list[Recomputed]) -> str:
     )
 
 
-def _measured(task: str) -> Recomputed:
+def _measured(task: str) -> BlockCosts:
     torch.set_num_threads(1)
     reuse_memory()
     peaks = {
@@ -99,7 +99,7 @@ def _measured(task: str) -> Recomputed:
         times[num_shards] = ratios[""]
     one, other = (_step(task, mode, 2)() for mode in MODES)
     same = all(torch.equal(g, other.grads[name]) for name, g in one.grads.items())
-    return Recomputed(task, peaks, times, same)
+    return BlockCosts(task, peaks, times, same)
 
 
 def _step(task: str, mode: str, num_shards: int) -> Callable[[], SetGradient]:
