@@ -1,12 +1,14 @@
 """Per-sample gradients and Jacobians against one summed forward and backward of the same batch.
 
 What is timed is the public call on one shard, with all that it checks, from arguments to a result
-in hand that is then freed: wall time on one thread, medians over rounds in which the base and the
-calls take turns. gradbox's dense rows, its other results, and each peer have processes of their
-own, all of them in two states of glibc's heap: as it is, where every large array is made of new
-pages, and keeping what is freed. Every process has imported what a box's device process has. The
-first two calls are timed before anything else has run. All of it happens `RUNS` times, and a bar is
-met if it is in every run. `per_sample_jobs` measures the same through a box.
+in hand that is then freed; dense rows as a job whose number does not ask for the comparison of a
+row, which one of n < 64 samples asks for with probability n / 64, and as one that does: wall time
+on one thread, medians over rounds in which the base and the calls take turns. gradbox's dense rows,
+its other results, and each peer have processes of their own, all of them in two states of glibc's
+heap: as it is, where every large array is made of new pages, and keeping what is freed. Every
+process has imported what a box's device process has. The first two calls are timed before anything
+else has run. All of it happens `RUNS` times, and a bar is met if it is in every run.
+`per_sample_jobs` measures the same through a box.
 
 The floor of a dense result is the base and the bytes of the result at the speed at which memory
 that is in use is copied into memory that is in use.
@@ -44,6 +46,9 @@ RUNS = 3
 ROUNDS_S, MOST_ROUNDS, FEWEST_ROUNDS = 2.0, 100, 3  # of one process: for so long, within these
 COPIED_BYTES = 256 * 2**20
 DENSE, OTHERS = "dense", "others"  # gradbox's processes; every other one is a peer's
+COMPARED, EIGHT = "dense, a row compared", "dense, eight shards"
+NOT_DUE = 0.9999
+"""The `check_number` of a job that compares a row only where all such jobs do."""
 STOCK, WARM = "stock", "warm"
 HEAPS: Mapping[str, Mapping[str, str]] = {
     STOCK: {},
@@ -94,6 +99,12 @@ class Measured:
         return [(many - single) / 2 for single, many in zip(one, three, strict=True)]
 
     @property
+    def of_eight(self) -> float | None:
+        """What dense rows of a shard take in a job of eight, to the base."""
+        whole = self.ratio(EIGHT)
+        return None if whole is None else whole / 8
+
+    @property
     def floor(self) -> float:
         """The least that a dense result can take, to the base."""
         return 1 + self.dense_bytes / self.copied_bytes_per_s / statistics.median(self.base_s)
@@ -119,11 +130,18 @@ def _in_a_process(name: str, heap: str, methods: str) -> Any:
 
 def methods_of(work: Workload, methods: str) -> dict[str, Callable[[], Any]]:
     """Return what one process times, by name."""
+    found: dict[str, Callable[[], Any]]
     if methods == DENSE:
-        return {"dense": lambda: call(work)}
+        found = {
+            "dense": lambda: call(work, check_number=NOT_DUE),
+            COMPARED: lambda: call(work),
+        }
+        if len(next(iter(work.shard.values()))) == 8:
+            found[EIGHT] = lambda: call(work, shards=8, check_number=NOT_DUE)
+        return found
     if methods != OTHERS:
         return {methods: peers()[methods](work)}
-    found: dict[str, Callable[[], Any]] = {
+    found = {
         "factors": lambda: call(work, form="factored"),
         "factors, three shards": lambda: call(work, form="factored", shards=3),
         "norms": lambda: call(work, reduce="norm"),
