@@ -31,7 +31,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gradbox_factors.outer import Outer
 from gradbox_factors.term import Term
+from gradbox_factors.two_sided import TwoSided
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,17 @@ class Convolution(Term):
         if self.window.transposed:
             image, other = left, _padded_to_positions(right, left, self.window)
         return _backward(image, other, self.window, self.window.groups, self.shape)
+
+    def two_sided(self, projection: TwoSided) -> Tensor:
+        if self.window.groups > 1 or self.window.transposed:
+            return super().two_sided(projection)
+        B, M = self.right.shape[:2]
+        patches = _patches(self.right.flatten(0, 1), self.window).mT  # (B M, L, C ∏k)
+        right = projection.of_columns(patches, self.parameter)
+        right = right.reshape(B, M * right.shape[1], right.shape[2])
+        left = self.left.flatten(4).transpose(3, 4).flatten(2, 3)  # (Y, B, M L, O)
+        left, sizes = projection.of_rows(left, self.parameter), projection.sizes(self.shape)
+        return Outer(self.parameter, sizes, left, right).block()
 
 
 def _padded_to_positions(other: Tensor, image: Tensor, window: Geometry) -> Tensor:

@@ -16,6 +16,7 @@ Source: Achlioptas 2003, "Database-friendly random projections" (signs); Park et
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import pi
 from typing import Literal
@@ -23,16 +24,23 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gradbox_factors.hashing import Sketch, hash_key, mixed, shifted, step
+from gradbox_factors.hashing import SIGNS_A_WORD, Sketch, hash_key, mixed, shifted, signs_of, step
+from gradbox_factors.sums import common_dtype, total_of
 from gradbox_factors.term import Term
+from gradbox_factors.two_sided import TwoSided
 
-Kind = Literal["sketch", "rademacher", "gaussian"]
+Kind = Literal["sketch", "rademacher", "gaussian", "per_layer"]
 
 # dim · Var⟨Sx, Sy⟩ / (‖x‖²‖y‖²) is at most this. A sketch of rows and columns: Avron, Nguyen and
 # Woodruff 2014, "Subspace embeddings for the polynomial kernel", lemma 1 with q = 2.
-VARIANCE: dict[Kind, float] = {"sketch": 11.0, "rademacher": 2.0, "gaussian": 2.0}
+VARIANCE: dict[Kind, float] = {
+    "sketch": 11.0,
+    "rademacher": 2.0,
+    "gaussian": 2.0,
+    "per_layer": 8.0,
+}
 
-SIGNS_A_WORD, NORMALS_A_WORD = 32, 2
+NORMALS_A_WORD = 2
 BLOCK = 256  # outputs of one block of the matrix; a multiple of what a word holds
 MATRIX_NUMBERS = 2**22
 
@@ -54,13 +62,32 @@ class DenseProjection:
         words = torch.arange(first // each, -(-last // each), device=index.device)
         of_number = mixed(step(index) + hash_key(self.seed, parameter, self.kind))
         bits = mixed(of_number[:, None] + step(words + 1))
-        found = _signs(bits) if self.kind == "rademacher" else _normals(bits)
-        return found.flatten(1)[:, : last - first]
+        found = signs_of(bits).double() if self.kind == "rademacher" else _normals(bits).flatten(1)
+        return found[:, : last - first]
 
 
-def projection_of(kind: Kind, dim: int, seed: int) -> Sketch | DenseProjection:
+Projection = Sketch | DenseProjection | TwoSided
+
+
+def projection_of(kind: Kind, dim: int, seed: int) -> Projection:
     """Return the projection of a kind."""
+    if kind == "per_layer":
+        return TwoSided(dim, seed)
     return Sketch(dim, seed) if kind == "sketch" else DenseProjection(kind, dim, seed)
+
+
+def projected_rows(
+    terms: Mapping[str, Term], projection: Projection, names: Sequence[str]
+) -> Tensor:
+    """Return the projection of the rows of all parameters, (B, Y, K), K = dim but for "per_layer".
+
+    Args:
+        names: the order of the parameters.
+    """
+    wide, dtype = (terms[name].widened() for name in names), common_dtype(terms)
+    if isinstance(projection, TwoSided):
+        return torch.cat([term.two_sided(projection).flatten(2).to(dtype) for term in wide], 2)
+    return total_of((projected(term, projection) for term in wide), dtype)
 
 
 def relative_error(kind: Kind, dim: int) -> float:
@@ -91,12 +118,6 @@ def projected(term: Term, projection: Sketch | DenseProjection) -> Tensor:
                 total[:, first:last] += part @ matrix.to(part.dtype)
     scaled: Tensor = total / projection.dim**0.5
     return scaled.view(term.samples, term.outputs, projection.dim)
-
-
-def _signs(bits: Tensor) -> Tensor:
-    """Return the low bits of each word as ±1, (..., SIGNS_A_WORD)."""
-    places = torch.arange(SIGNS_A_WORD, device=bits.device)
-    return (1 - 2 * ((bits[..., None] >> places) & 1)).double()
 
 
 def _normals(bits: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradbox_factors.block import Block, Zero
-from gradbox_factors.dense_projection import Kind, projected, projection_of
+from gradbox_factors.dense_projection import Kind, projected_rows, projection_of
 from gradbox_factors.gram import gram_bound, gram_of, names_of_pairs
 from gradbox_factors.sums import any_term, common_dtype, joined, sum_of, zeros_beside
 from gradbox_factors.term import Term, identity, nearly_cancelled
@@ -157,11 +157,12 @@ class Factored:
         return {name: total.to(self.pieces[0][name].dtype) for name, total in totals.items()}
 
     def projection(self, dim: int, seed: int = 0, *, kind: Kind = "sketch") -> Tensor:
-        """Return the seeded random projection of every row to `dim` numbers, shape (B, Y, dim)."""
+        """Return the seeded random projection of every row, shape (B, Y, K).
+
+        K is `dim`, but for the kind "per_layer", of which `TwoSided.columns` says what is where.
+        """
         named = projection_of(kind, dim, seed)
-        return torch.cat(
-            [sum_of([projected(t.widened(), named) for t in p.values()]) for p in self.pieces]
-        )
+        return torch.cat([projected_rows(piece, named, list(piece)) for piece in self.pieces])
 
 
 def squared_norms(terms: Mapping[str, Term]) -> dict[str, Tensor]:

@@ -27,6 +27,7 @@ from gradbox_factors.slabs import cached_bytes, slabs
 
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _GOLDEN = 0x9E3779B97F4A7C15
+SIGNS_A_WORD = 32
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,19 @@ def mixed(bits: Tensor) -> Tensor:
     bits = (bits ^ shifted(bits, 30)) * _signed(_MIX[0])
     bits = (bits ^ shifted(bits, 27)) * _signed(_MIX[1])
     return bits ^ shifted(bits, 31)
+
+
+def random_signs(bits: Tensor, count: int) -> Tensor:
+    """Return `count` signs ±1 for each of n numbers of 64 mixed bits, (n, count) of int64."""
+    words = torch.arange(-(-count // SIGNS_A_WORD), device=bits.device)
+    drawn = mixed(bits[:, None] + step(words + 1))
+    return signs_of(drawn)[:, :count]
+
+
+def signs_of(words: Tensor) -> Tensor:
+    """Return the low bits of each word as ±1, (n, words · SIGNS_A_WORD) of int64."""
+    places = torch.arange(SIGNS_A_WORD, device=words.device)
+    return (1 - 2 * ((words[..., None] >> places) & 1)).flatten(1)
 
 
 def shifted(bits: Tensor, by: int) -> Tensor:

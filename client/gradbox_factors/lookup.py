@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from gradbox_factors.hashing import Sketch
+from gradbox_factors.outer import Outer
 from gradbox_factors.term import Term, summed_outputs, wide
+from gradbox_factors.two_sided import ROWS, TwoSided
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,3 +109,10 @@ class Lookup(Term):
         shifted = (columns - bucket[self.ids][..., None]) % sketch.dim
         moved = spread.gather(3, shifted.expand(self.outputs, *shifted.shape))
         return (moved * sign[self.ids][..., None].to(moved.dtype)).sum(2).transpose(0, 1)
+
+    def two_sided(self, projection: TwoSided) -> Tensor:
+        rows = projection.matrix(self.parameter, ROWS, self.shape[0], like=self.left)
+        if rows is None:
+            return super().two_sided(projection)
+        left, sizes = projection.of_columns(self.left, self.parameter), projection.sizes(self.shape)
+        return Outer(self.parameter, sizes, left, rows[self.ids], transposed=True).block()

@@ -21,6 +21,7 @@ from gradbox_factors.multiplications import (
 )
 from gradbox_factors.slabs import cached_bytes
 from gradbox_factors.term import Term, nearly_cancelled, row_squares, summed_outputs, wide
+from gradbox_factors.two_sided import TwoSided
 
 _PAIR_BYTES = 64 * 2**20
 FEWEST_ROWS = 16  # of a slab
@@ -202,3 +203,12 @@ class Outer(Term):
         if not projected.isfinite().all():
             return super().sketch(sketch)
         return projected.transpose(0, 1)
+
+    def two_sided(self, projection: TwoSided) -> Tensor:
+        of_left, of_right = projection.of_rows, projection.of_columns
+        if self.transposed:
+            of_left, of_right = of_right, of_left
+        left, right = of_left(self.left, self.parameter), of_right(self.right, self.parameter)
+        small = Outer(self.parameter, projection.sizes(self.shape), left, right, self.transposed)
+        projected = small.block()
+        return projected if projected.isfinite().all() else super().two_sided(projection)

@@ -19,6 +19,15 @@ def sum_of(parts: Sequence[Tensor]) -> Tensor:
     return total
 
 
+def total_of(parts: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return the sum in a dtype that is as wide as each part's, one part at a time."""
+    first, *others = parts
+    total = first.to(dtype, copy=True)
+    for part in others:
+        total += part
+    return total
+
+
 def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     """Return `parts` as one tensor; the only one is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)

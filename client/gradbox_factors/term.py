@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gradbox_factors.hashing import Sketch
 from gradbox_factors.slabs import SLAB_BYTES, cached_bytes, slabs
+from gradbox_factors.two_sided import ROWS, TwoSided
 
 CANCELLED = 2.0**10
 """A sum over pairs is made anew from rows where more of its digits than these may be rounding."""
@@ -193,6 +194,20 @@ class Term(ABC):
             bucket, sign = sketch.grid(self.parameter, start, stop, columns, device=total.device)
             slab = self.rows(start, stop).flatten(2)
             total.index_add_(2, bucket.flatten(), slab * sign.flatten().to(slab.dtype))
+        return total
+
+    def two_sided(self, projection: TwoSided) -> Tensor:
+        """Return Qᵀ J P of J's rows and columns, shape (B, Y, r, c)."""
+        r, c = projection.sizes(self.shape)
+        total = self.rows(0, 0).new_zeros(self.samples, self.outputs, r, c)
+        of_rows = projection.matrix(self.parameter, ROWS, self.num_rows, like=total)
+        for start, stop in self.slabs():
+            slab = self.rows(start, stop).reshape(self.samples, self.outputs, stop - start, -1)
+            slab = projection.of_columns(slab, self.parameter)
+            if of_rows is None:
+                total[:, :, start:stop] = slab
+            else:
+                total += of_rows[start:stop].T @ slab
         return total
 
 

@@ -18,6 +18,7 @@ from gradbox_factors.hashing import Sketch
 from gradbox_factors.lookup import Lookup
 from gradbox_factors.outer import Outer
 from gradbox_factors.term import Term
+from gradbox_factors.two_sided import TwoSided
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +100,9 @@ class Total(Term):
 
     def sketch(self, sketch: Sketch) -> Tensor:
         return torch.stack([term.sketch(sketch) for term in self.terms]).sum(0)
+
+    def two_sided(self, projection: TwoSided) -> Tensor:
+        return torch.stack([term.two_sided(projection) for term in self.terms]).sum(0)
 
 
 TERMS: dict[str, type[Term]] = {

@@ -425,19 +425,22 @@ def test_a_reduced_result_says_what_it_lacks(twin: TestBox) -> None:
         twin.result_of(jacobian_of(PROBLEMS["mlp"])).vjp(normal(3, 3))
 
 
-@pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
-def test_projections_by_a_matrix_do_not_depend_on_the_cut_into_shards(
-    box: TestBox, kind: Any
+@pytest.mark.parametrize(
+    ("kind", "dim", "variance"), [("rademacher", 40, 2), ("gaussian", 40, 2), ("per_layer", 3, 8)]
+)
+def test_projections_by_matrices_do_not_depend_on_the_cut_into_shards(
+    box: TestBox, kind: Any, dim: int, variance: float
 ) -> None:
     problem = PROBLEMS["mlp"]
-    given: dict[str, Any] = {"reduce": "projection", "dim": 40, "kind": kind}
+    given: dict[str, Any] = {"reduce": "projection", "dim": dim, "kind": kind}
     found = box.result_of(jacobian_of(problem, **given))
-    assert found.manifest.projection_error == pytest.approx((2 / 40) ** 0.5)
+    assert found.manifest.projection_error == pytest.approx((variance / dim) ** 0.5)
+    assert found.projection(dim) is not None
     together = torch.cat([shard["0"] for shard in problem.shards])
     whole = Problem(problem.model, [{"0": together}])
     assert close(found.projection(), box.result_of(jacobian_of(whole, **given)).projection())
     rows = box.result_of(jacobian_of(problem))
-    assert close(found.projection(), rows.projection(40, kind=kind))
+    assert close(found.projection(), rows.projection(dim, kind=kind))
 
 
 def halves(problem: Problem) -> tuple[Problem, Problem]:

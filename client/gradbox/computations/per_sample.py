@@ -48,9 +48,10 @@ class PerSample(Computation):
             rows are read alike. Without torch on this machine "auto" is "dense", for factors are
             multiplied out with torch, and so it is with `transfer`, which rounds rows alone.
         dim: the length of a projection, which `seed` names.
-        kind: its matrix: "sketch" from factors, or "rademacher" (signs) and "gaussian", whose
-            entries are independent and which cost more. The receipt's `projection_error` bounds
-            the error of inner products.
+        kind: its matrix: "sketch" from factors; "per_layer", also from factors, each parameter's
+            matrix to at most `dim` rows and `dim` columns; or "rademacher" (signs) and "gaussian",
+            whose entries are independent and which cost more. The receipt's `projection_error`
+            bounds the error of inner products.
         against: a job of the same computation, model and `wrt` that is done and kept its rows as
             factors (form="factored" or "auto"), its result or its id. A "gram" is then that of
             these rows with those, (B, B') or (B, Y, B', Y'). Or the name of one of two groups of

@@ -24,7 +24,7 @@ from gradbox.protocol.spec_fields import (
 Form = Literal["dense", "factored", "auto"]
 GradientReduction = Literal["none", "norm", "gram", "clipped_sum", "projection"]
 JacobianReduction = Literal["none", "norm", "gram", "gram_trace", "vjp", "jvp", "projection"]
-ProjectionKind = Literal["sketch", "rademacher", "gaussian"]
+ProjectionKind = Literal["sketch", "rademacher", "gaussian", "per_layer"]
 Check = Literal["coupling", "self"]
 
 # By field the reductions that read it; beside others it is left out.

@@ -105,6 +105,7 @@ class Receipt(View):
     against: str | None = None
     against_group: str | None = None
     projection_kind: str | None = None
+    projection_dim: int | None = None
     projection_error: float | None = None
     transfer: str | None = None
     transfer_error: float | None = None

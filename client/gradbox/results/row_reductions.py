@@ -232,6 +232,8 @@ class RowReductions:
     ) -> Any:
         """Return the seeded random projection of every row, shape (B, dim) or (B, Y, dim).
 
+        Of the kind "per_layer" a row has as many numbers as the projections of all parameters.
+
         The same seed gives the same projection on every box and here.
 
         Args:
@@ -247,14 +249,11 @@ class RowReductions:
         found = self._reduced("projection")
         if found is not None:
             own = self.manifest.projection_kind or "sketch"
-            if (
-                dim not in (None, found.shape[-1])
-                or seed != self.manifest.seed
-                or kind not in (None, own)
-            ):
+            own_dim = self.manifest.projection_dim or found.shape[-1]
+            if dim not in (None, own_dim) or seed != self.manifest.seed or kind not in (None, own):
                 raise InvalidJob(
-                    f"expected the projection to {found.shape[-1]} numbers by the seed "
-                    f"{self.manifest.seed} of kind {own!r}, which is all that this result has, "
+                    f"expected the projection of kind {own!r} with dim={own_dim} by the seed "
+                    f"{self.manifest.seed}, which is all that this result has, "
                     f"got dim={dim}, seed={seed}, kind={kind!r}; submit a job for that"
                 )
             return found

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from gradbox_engine.per_sample import BadReduction, jacobian
-from gradbox_factors import Block, DenseProjection, Factored, Kind, relative_error
+from gradbox_factors import Block, DenseProjection, Factored, Kind, TwoSided, relative_error
 from tests.engine.per_sample import naive
-from tests.engine.per_sample.zoo import build
+from tests.engine.per_sample.zoo import CASES, build
 
 MATRICES: list[Kind] = ["rademacher", "gaussian"]
 
@@ -34,12 +34,47 @@ def test_a_projection_is_the_rows_times_one_matrix(name: str, kind: Kind) -> Non
     assert naive.difference(factors.projection(300, kind=kind), found) <= naive.TOLERANCE
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_projection_by_layers_is_each_gradient_between_two_matrices(name: str) -> None:
+    model, inputs = build(name)
+    rows = naive.jacobian(model, inputs)
+    small = TwoSided(3, seed=5)
+    answer = jacobian(
+        model, [inputs], reduce="projection", dim=3, kind="per_layer", projection_seed=5
+    )
+    found = answer.arrays["projection"]
+    columns = small.columns({name: p.shape for name, p in model.named_parameters()})
+    assert list(columns) == list(rows) == list(answer.names)
+    for parameter, row in rows.items():
+        matrices = row.reshape(*row.shape[:2], row.shape[2] if row.dim() > 2 else 1, -1)
+        for side, axis in (("rows", 2), ("columns", 3)):
+            matrix = small.matrix(parameter, side, matrices.shape[axis], like=matrices)
+            if matrix is not None:
+                matrices = torch.tensordot(matrices, matrix, ([axis], [0])).movedim(-1, axis)
+        assert (
+            naive.difference(found[..., columns[parameter]], matrices.flatten(2)) <= naive.TOLERANCE
+        )
+    factors = jacobian(model, [inputs], form="factored").factors
+    assert factors is not None
+    again = factors.projection(3, 5, kind="per_layer")
+    assert naive.difference(again, found) <= naive.TOLERANCE
+
+
+def test_a_projection_by_layers_keeps_what_is_small() -> None:
+    numbers = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, 4, 5, dtype=torch.float64, generator=numbers)
+    rows = Factored([{"w": Block("w", (4, 5), x)}])
+    assert torch.equal(rows.projection(5, kind="per_layer"), x.flatten(2))
+
+
 @pytest.mark.parametrize("kind", get_args(Kind))
 def test_inner_products_are_as_far_off_as_is_said(kind: Kind) -> None:
     dim, trials = 64, 200
     numbers = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 1, 12, 5, dtype=torch.float64, generator=numbers)
-    rows = Factored([{"w": Block("w", (12, 5), x)}])
+    # Longer than dim on both sides, or nothing is projected by layers.
+    left = torch.randn(2, 1, 90, 1, dtype=torch.float64, generator=numbers)
+    x = left * torch.randn(70, dtype=torch.float64, generator=numbers)
+    rows = Factored([{"w": Block("w", (90, 70), x)}])
     errors = []
     for seed in range(trials):
         first, second = rows.projection(dim, seed, kind=kind)[:, 0]

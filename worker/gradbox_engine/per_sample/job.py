@@ -313,7 +313,8 @@ class PerSampleJob:
         if request.reduce == "norm":
             return Norms()
         if request.reduce == "projection":
-            return Projected(projection_of(request.kind, request.dim or 1, request.seed))
+            projection = projection_of(request.kind, request.dim or 1, request.seed)
+            return Projected(projection, list(parameters))
         if request.reduce == "clipped_sum":
             return ClippedSum(request.clip or 1.0, parameters)
         if request.reduce == "jvp":

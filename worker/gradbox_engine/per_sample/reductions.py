@@ -15,7 +15,7 @@ Shapes: B samples over all shards, b of one, Y outputs; B' and Y' of the other j
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,18 +27,17 @@ from gradbox_engine.model.precision import accumulation_dtype
 from gradbox_engine.per_sample.pieces import Pieces, Sink
 from gradbox_factors import (
     Block,
-    DenseProjection,
     Factored,
     Positions,
-    Sketch,
+    Projection,
     Term,
     packed,
-    projected,
+    projected_rows,
     squared_norms,
     unpacked,
 )
 from gradbox_factors.factored import summed_rows
-from gradbox_factors.sums import common_dtype
+from gradbox_factors.sums import common_dtype, total_of
 from gradbox_factors.term import Identity, identity
 
 Terms = Mapping[str, Term]
@@ -183,15 +182,14 @@ class Norms(_ByRow):
 
 
 class Projected(_ByRow):
-    """A seeded random projection, summed over parameters, (B, Y, dim)."""
+    """A seeded random projection of all parameters, (B, Y, K)."""
 
-    def __init__(self, projection: Sketch | DenseProjection) -> None:
+    def __init__(self, projection: Projection, names: Sequence[str]) -> None:
         super().__init__()
-        self._projection = projection
+        self._projection, self._names = projection, names
 
     def _numbers_of(self, terms: Terms) -> Mapping[str, Tensor]:
-        parts = (projected(term.widened(), self._projection) for term in terms.values())
-        return {"projection": _total(parts, common_dtype(terms))}
+        return {"projection": projected_rows(terms, self._projection, self._names)}
 
 
 class Directional(_ByRow):
@@ -207,16 +205,7 @@ class Directional(_ByRow):
             term.jvp(self._tangents[name].to(_device({name: term}), term.dtype))
             for name, term in wide.items()
         )
-        return {"jvp": _total(parts, common_dtype(terms))}
-
-
-def _total(parts: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the sum in a dtype that is as wide as each part's."""
-    first, *others = parts
-    total = first.to(dtype, copy=True)
-    for part in others:
-        total += part
-    return total
+        return {"jvp": total_of(parts, common_dtype(terms))}
 
 
 def tangents_of(vectors: Any, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

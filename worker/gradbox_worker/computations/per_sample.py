@@ -261,6 +261,7 @@ def _computed(
             "against": spec.against,
             "against_group": spec.against_group,
             "projection_kind": None if spec.dim is None else spec.kind,
+            "projection_dim": spec.dim,
             "projection_error": None if spec.dim is None else relative_error(spec.kind, spec.dim),
             "form": spec.form,
             "roads": {name: list(taken) for name, taken in answer.roads.items()},
