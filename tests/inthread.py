@@ -13,6 +13,7 @@ from gradbox_service.fleet import Fleet
 from gradbox_service.jobs import Records, Turns
 from gradbox_service.runs import Runs
 from gradbox_service.store import BlobStore, ResultStore
+from gradbox_service.stores import Stores
 from gradbox_worker.device.entry import DeviceEntry
 from gradbox_worker.device.last_step import LastStep
 from gradbox_worker.device.orders import Orders
@@ -58,16 +59,14 @@ class InThreadWorker:
         device: str = "cpu",
     ) -> None:
         """Load the models; no thread runs yet."""
-        self._settings = DeviceSettings(
-            models_file=models_file, data=results.path("x", attempt=1).parent.parent, device=device
-        )
+        self._settings = DeviceSettings(models_file=models_file, data=results.data, device=device)
         self._blobs, runs = blobs, Runs(records._redis)
         self._book = RecordedRuns(runs, records, results)
         self._name, self._records, self._turns, self._fleet = name, records, turns, fleet
         self._announcer = Announcer(fleet, name=name)
         self._orders, self._step = Orders(), LastStep()
         self._runner = TurnRunner(
-            Attempts(records, turns, results, runs, name),
+            Attempts(records, turns, results, runs, Stores(records._redis, results.data), name),
             self._opened(),
             self._orders,
             self._step,

@@ -7,10 +7,11 @@
 
 Importing this package loads neither torch nor anything that reads a network or a file.
 
-Of its modules read `client` first, then `submitting` and `job`, and `runs` for training; `local` is
-a client without a box, `async_client` and `batch` are for many at a time, `errors` for whatever
-goes wrong, `losses` names the built-in ones. `settings` finds the box, `written_files` reads what a
-person wrote; `progress`, `html` and `printable` are what is shown, `spans` what is traced.
+Of its modules read `client` first, then `submitting` and `job`, `runs` for training and `stores` for
+rows that stay; `local` is a client without a box, `async_client` and `batch` are for many at a
+time, `errors` for whatever goes wrong, `losses` names the built-in ones. `settings` finds the box,
+`written_files` reads what a person wrote; `progress`, `html` and `printable` are what is shown,
+`spans` what is traced.
 """
 
 from importlib import import_module
@@ -43,6 +44,10 @@ if TYPE_CHECKING:
     from gradbox.runs import RunState as RunState
     from gradbox.runs import TrainRun as TrainRun
     from gradbox.runs import TrainStep as TrainStep
+    from gradbox.stores import CountSketch as CountSketch
+    from gradbox.stores import GradStore as GradStore
+    from gradbox.stores import PerLayer as PerLayer
+    from gradbox.stores import Rademacher as Rademacher
 
 from gradbox.errors import BlobInUse as BlobInUse
 from gradbox.errors import BlobRejected as BlobRejected
@@ -75,6 +80,8 @@ from gradbox.errors import RunConflict as RunConflict
 from gradbox.errors import RunNotFound as RunNotFound
 from gradbox.errors import ServiceUnavailable as ServiceUnavailable
 from gradbox.errors import StorageFull as StorageFull
+from gradbox.errors import StoreConflict as StoreConflict
+from gradbox.errors import StoreNotFound as StoreNotFound
 from gradbox.errors import TooManyRequests as TooManyRequests
 from gradbox.errors import Unauthorized as Unauthorized
 from gradbox.errors import UnknownModel as UnknownModel
@@ -107,6 +114,10 @@ _LAZY = {
     "RunState": "gradbox.runs",
     "TrainRun": "gradbox.runs",
     "TrainStep": "gradbox.runs",
+    "CountSketch": "gradbox.stores",
+    "GradStore": "gradbox.stores",
+    "PerLayer": "gradbox.stores",
+    "Rademacher": "gradbox.stores",
     "pack": "gradbox.inputs.packing",
     "step_seed": "gradbox.protocol",
 }

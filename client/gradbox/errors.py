@@ -15,6 +15,8 @@
     ├── JobNotFound                     no such job, or somebody else's
     ├── RunNotFound                     no such run, state or save, or somebody else's
     ├── RunConflict                     a step or a save out of turn: the run is elsewhere
+    ├── StoreNotFound                   no such store, or one that this token may not read
+    ├── StoreConflict                   a store of that name is made in another way
     ├── IdempotencyConflict             one key, two different jobs
     ├── ResultNotReady                  the job has no result: it still runs, or it did not end well
     ├── ResultGone                      the job had a result, and it has been removed
@@ -197,6 +199,24 @@ class RunNotFound(GradboxError):
     title = "No such run"
     category = "user"
     status = 404
+
+
+class StoreNotFound(GradboxError):
+    """No store of that name may be read, or written, with this token."""
+
+    code = "store-not-found"
+    title = "No such store"
+    category = "user"
+    status = 404
+
+
+class StoreConflict(GradboxError):
+    """A store of that name is there, and made in another way; or a job needs it."""
+
+    code = "store-conflict"
+    title = "The store is another one"
+    category = "user"
+    status = 409
 
 
 class RunConflict(GradboxError):

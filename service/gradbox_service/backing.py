@@ -19,11 +19,12 @@ from gradbox_service.runs.files import RunFiles
 from gradbox_service.runs.records import Runs
 from gradbox_service.settings import BadSettings, Settings
 from gradbox_service.store import BlobStore, ResultStore
+from gradbox_service.stores import Stores
 
 
 @dataclass(frozen=True)
 class Backing:
-    """Records, use, turns, fleet, mode, tokens, sessions, lock, files, owners, runs."""
+    """Records, use, turns, fleet, mode, tokens, sessions, lock, files, owners, runs, stores."""
 
     records: Records
     usage: Usage
@@ -38,6 +39,7 @@ class Backing:
     owners: BlobOwners
     runs: Runs
     run_files: RunFiles
+    stores: Stores
 
     @classmethod
     def on_redis(cls, settings: Settings) -> Backing:
@@ -71,4 +73,5 @@ class Backing:
             owners=BlobOwners(connection),
             runs=Runs(connection),
             run_files=RunFiles(settings.data / "runs"),
+            stores=Stores(connection, settings.data),
         )

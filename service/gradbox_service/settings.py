@@ -128,8 +128,10 @@ class Settings(BaseSettings):
     """when the record of a job goes, after the job's end"""
     run_age_s: Seconds = 30 * DAY_S
     """when a run goes that has made no step for so long, unless states of it are saved"""
+    store_age_s: Seconds = 90 * DAY_S
+    """when a store goes that nobody has added to or read for so long, unless others may read it"""
     clean_every_s: Seconds = 60.0
-    """how often expired results, blobs, records and runs are looked for"""
+    """how often expired results, blobs, records, runs and stores are looked for"""
 
     fsync: Literal["everysec", "always"] = "everysec"
     """when the embedded Redis flushes to disk; everysec may lose a second in a power cut"""

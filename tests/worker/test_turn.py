@@ -94,6 +94,7 @@ def runner(
             box.backing.turns,
             box.backing.results,
             box.backing.runs,
+            box.backing.stores,
             "w",
             leaving=lambda: leaving,
         ),

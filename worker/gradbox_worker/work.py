@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -27,6 +27,7 @@ class Work:
     result_path: Path  # written whole or not at all
     queued_s: float  # how long the job waited, for its receipt
     earlier_result: Path | None = None  # of the job it goes on from
+    store_parts: Sequence[Path] = ()  # of the store that it queries, in their order
     disk_reserve_bytes: int | None = None  # see `gradbox_service.store.Room`
     timed: bool = False  # whether the supervision hears of its phases
     not_split: str = ""  # why a job that asked for several devices runs on one
@@ -56,13 +57,22 @@ class StepMade:
 
 
 @dataclass(frozen=True)
+class StoredRows:
+    """Rows for a store, which the result file has; `loss` is the digest of theirs."""
+
+    store: str
+    loss: str
+    num_columns: int
+
+
+@dataclass(frozen=True)
 class Finished:
     """The result file stands at `Work.result_path`, or here: one that is to be in Redis.
 
     Of a job in memory there is no file, and `tensors` are its result.
 
     Of a step, `step` is what its run's record takes; of a state that was saved, `saved_bytes` is
-    what its file takes.
+    what its file takes; of rows for a store, `stored` is what its record takes.
     """
 
     result: ResultView
@@ -70,6 +80,7 @@ class Finished:
     step: StepMade | None = None
     saved_bytes: int | None = None
     tensors: HeldTensors | None = None
+    stored: StoredRows | None = None
 
 
 @dataclass(frozen=True)

@@ -138,19 +138,24 @@ class PerSampleGradient(PerSample):
     clip: float | None = None
 
     def prepare(self, known: KnownTensors | None = None) -> Submission:
+        uploads = Uploads(known)
+        fields = self.spec_fields(uploads)
+        return Submission.of(checked(PerSampleGradientSpec, **fields), uploads)
+
+    def spec_fields(self, uploads: Uploads) -> dict[str, Any]:
+        """Return the fields of the spec, whose tensors are among the uploads from now on."""
         if isinstance(self.loss, Builtin):
             raise InvalidJob(
                 f"loss: expected a function that returns one number a sample, got {self.loss!r}, "
                 f"which returns one for all; write the function without its mean or sum"
             )
-        uploads = Uploads(known)
         own, others = self._loss_inputs_apart()
         tensors, scalars = split_tensors_and_scalars(own, what="loss_inputs")
         function = traced(
             self.loss, uploads, what="loss", positional=1, arguments=list(tensors), options=scalars
         )
         inputs = uploaded(tensors, uploads, where="loss_inputs")
-        fields = self.shared_fields(uploads) | {
+        return self.shared_fields(uploads) | {
             "computation": "per_sample_gradient",
             "loss": GraphLoss(function=function),
             "loss_inputs": inputs,
@@ -161,7 +166,6 @@ class PerSampleGradient(PerSample):
             "form": _form_on_the_wire(self.form, reduce=self.reduce, transfer=self.transfer),
             "clip": self.clip,
         }
-        return Submission.of(checked(PerSampleGradientSpec, **fields), uploads)
 
     def _loss_inputs_apart(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what the loss reads for the rows' group, and what in its place for the other."""

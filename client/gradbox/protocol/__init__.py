@@ -4,7 +4,7 @@ Read `spec` first: a job as it is posted. `options` are those of all jobs, `spec
 name tensors and functions by, `per_sample` the two specs that have a row for every sample, `views`
 what the service answers about jobs, models and losses, `box` about the whole box, `problem` how
 errors travel, `receipt` what a result file says of its own making. `runs` makes a run and tells of
-it, with `optimizers`. docs/wire.md states the same in prose.
+it, with `optimizers`; `stores` does so of a gradient store. docs/wire.md states the same in prose.
 """
 
 from gradbox.protocol.box import BoxJob as BoxJob
@@ -76,6 +76,15 @@ from gradbox.protocol.spec_fields import SharedSpec as SharedSpec
 from gradbox.protocol.spec_fields import StateRef as StateRef
 from gradbox.protocol.spec_fields import TensorRef as TensorRef
 from gradbox.protocol.spec_fields import TracedFunction as TracedFunction
+from gradbox.protocol.stores import LAB as LAB
+from gradbox.protocol.stores import Grants as Grants
+from gradbox.protocol.stores import PartView as PartView
+from gradbox.protocol.stores import ProjectionSpec as ProjectionSpec
+from gradbox.protocol.stores import StoreList as StoreList
+from gradbox.protocol.stores import StoreQuerySpec as StoreQuerySpec
+from gradbox.protocol.stores import StoreRowsSpec as StoreRowsSpec
+from gradbox.protocol.stores import StoreSpec as StoreSpec
+from gradbox.protocol.stores import StoreView as StoreView
 from gradbox.protocol.views import JOB_AND_RESULT as JOB_AND_RESULT
 from gradbox.protocol.views import BlobList as BlobList
 from gradbox.protocol.views import BlobView as BlobView

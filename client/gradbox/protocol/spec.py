@@ -45,6 +45,7 @@ from gradbox.protocol.spec_fields import (
     TracedFunction,
     Wire,
 )
+from gradbox.protocol.stores import StoreQuerySpec, StoreRowsSpec
 
 Returned = Literal["grads", "input_grads", "outputs", "cotangents", "buffers"]
 Rate = Annotated[float, Field(ge=0), NUMBER]
@@ -191,7 +192,9 @@ JobSpec = Annotated[
     | ForwardSpec
     | PerSampleGradientSpec
     | JacobianSpec
-    | MixedGradientSpec,
+    | MixedGradientSpec
+    | StoreRowsSpec
+    | StoreQuerySpec,
     Field(discriminator="computation"),
 ]
 
@@ -334,7 +337,7 @@ def spec_digest(spec: BaseModel) -> str:
 
 
 def names_in(value: object) -> Iterator[str]:
-    """Give every blob and job that a part of a spec names, wherever in it that is.
+    """Give every blob, job and store that a part of a spec names, wherever in it that is.
 
     A saved state is named RUN/NAME.
     """
@@ -346,6 +349,8 @@ def names_in(value: object) -> Iterator[str]:
         yield value.against
     elif isinstance(value, StateRef) and value.save is not None:
         yield f"{value.run}/{value.save}"
+    if isinstance(value, StoreRowsSpec | StoreQuerySpec):
+        yield value.store
     if isinstance(value, BaseModel):
         for name in type(value).model_fields:
             yield from names_in(getattr(value, name))

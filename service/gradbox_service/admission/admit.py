@@ -18,6 +18,8 @@ from gradbox.protocol import (
     SharedSpec,
     StateSpec,
     StepSpec,
+    StoreQuerySpec,
+    StoreRowsSpec,
 )
 from gradbox_service.admission import gradient, mixed_gradient, per_sample
 from gradbox_service.admission.functions import check_readout
@@ -59,6 +61,8 @@ OWN: Final[Mapping[type[SharedSpec], Own]] = {
     ForwardSpec: Own(lambda spec: (), check_wrt),  # what its gradient jobs will differentiate
     PerSampleGradientSpec: Own(per_sample.references_of_gradient, per_sample.check_gradient),
     JacobianSpec: Own(per_sample.references_of_jacobian, per_sample.check_jacobian),
+    StoreRowsSpec: Own(per_sample.references_of_rows, per_sample.check_gradient),
+    StoreQuerySpec: Own(per_sample.references_of_gradient, per_sample.check_gradient),
     MixedGradientSpec: Own(mixed_gradient.references, mixed_gradient.check),
 }
 

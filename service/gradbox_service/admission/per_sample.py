@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from gradbox.errors import InvalidInputs
 from gradbox.graphs.check import check_graph
 from gradbox.protocol import (
     JacobianSpec,
     ModelView,
     PerSampleGradientSpec,
-    SampleSpec,
+    StoreRowsSpec,
     TensorRef,
 )
 from gradbox_service.admission.parameters import check_shapes, matching, near_misses
@@ -25,6 +27,14 @@ def references_of_gradient(spec: PerSampleGradientSpec) -> References:
     yield from function_references("loss", spec.loss.function)
     yield from named_references("loss_inputs", spec.loss_inputs)
     yield from named_references("against_loss_inputs", spec.against_loss_inputs)
+
+
+def references_of_rows(spec: StoreRowsSpec) -> References:
+    """Give the references of the loss, and those of the rows' ids."""
+    yield from references_of_gradient(spec)
+    yield "ids", spec.ids
+    if spec.id_ends is not None:
+        yield "id_ends", spec.id_ends
 
 
 def references_of_jacobian(spec: JacobianSpec) -> References:
@@ -57,7 +67,7 @@ def check_gradient(
             f"{', '.join(trainable)}: expected no tensor of the loss to require grad, since "
             f"per-sample gradients are those of the model's parameters; detach it"
         )
-    _check_wrt(spec, model=model)
+    check_names(spec.wrt, model=model)
 
 
 def check_jacobian(spec: JacobianSpec, *, model: ModelView, tensors: TensorHeaders) -> None:
@@ -66,7 +76,7 @@ def check_jacobian(spec: JacobianSpec, *, model: ModelView, tensors: TensorHeade
     Raises:
         InvalidInputs: names or shapes do not fit the model, or vectors are complex.
     """
-    _check_wrt(spec, model=model)
+    check_names(spec.wrt, model=model)
     for where, reference in references_of_jacobian(spec):
         dtype = tensors.entry(reference, where=where).dtype
         if dtype.startswith("C"):
@@ -77,9 +87,14 @@ def check_jacobian(spec: JacobianSpec, *, model: ModelView, tensors: TensorHeade
     check_shapes("vectors", named, shapes, tensors=tensors, lacks=lacks)
 
 
-def _check_wrt(spec: SampleSpec, *, model: ModelView) -> None:
+def check_names(wrt: Sequence[str] | None, *, model: ModelView) -> None:
+    """Check what a per-sample job is to differentiate by.
+
+    Raises:
+        InvalidInputs: a pattern matches no parameter.
+    """
     names = model.parameter_names()
-    for glob in spec.wrt or ():
+    for glob in wrt or ():
         if not matching(glob, names):
             raise InvalidInputs(
                 f"wrt: {glob!r} matches no parameter or module of model {model.name!r}, and a "

@@ -32,6 +32,8 @@ from gradbox.protocol import (
     SetLossSpec,
     StateSpec,
     StepSpec,
+    StoreQuerySpec,
+    StoreRowsSpec,
     parse_posted,
     spec_digest,
 )
@@ -159,28 +161,46 @@ def post(body: bytes, sent: Sent, *, at: Admission) -> JobRecord:
     """
     check_values(body, settings=at.settings)
     posted = parse_posted(body)
-    if isinstance(posted, StepSpec | CotangentStepSpec | StateSpec):
+    if isinstance(
+        posted, StepSpec | CotangentStepSpec | StateSpec | StoreRowsSpec | StoreQuerySpec
+    ):
         raise InvalidJob(
             f"computation: expected one that is posted here, got {posted.computation!r}: steps of "
             f"a run go to POST /v1/runs/ID/steps/NUMBER, and states are asked for by "
-            f"GET /v1/runs/ID/weights and POST /v1/runs/ID/saves"
+            f"GET /v1/runs/ID/weights and POST /v1/runs/ID/saves; rows and queries of a store go "
+            f"to POST /v1/stores/ID/rows and /queries"
         )
     check_limits(posted, caller=sent.caller, settings=at.settings)
-    owner = sent.caller.name
     if isinstance(posted, CotangentGradientSpec):
-        forward = forward_job(posted.loss.forward, owner=owner, box=at.box)
+        forward = forward_job(posted.loss.forward, owner=sent.caller.name, box=at.box)
         spec: JobSpec = forward.complete(posted, GradientSpec)
     else:
         forward, spec = None, posted
     digest = spec_digest(spec)
+
+    def queued() -> JobRecord:
+        settled, run = settle_state(spec, caller=sent.caller, box=at.box)
+        return queue(settled, digest=digest, forward=forward, run=run, sent=sent, at=at)
+
+    return unless_posted(queued, digest=digest, sent=sent, at=at)
+
+
+def unless_posted(
+    queued: Callable[[], JobRecord], *, digest: str, sent: Sent, at: Admission
+) -> JobRecord:
+    """Queue a job; where that is refused, return the job that the same post made before.
+
+    Raises:
+        IdempotencyConflict: the key came before with another job.
+        GradboxError: what `queued` raises.
+    """
     try:
-        spec, run = settle_state(spec, caller=sent.caller, box=at.box)
-        return queue(spec, digest=digest, forward=forward, run=run, sent=sent, at=at)
+        return queued()
     except GradboxError:
         if sent.idempotency_key is None:
             raise
         earlier = at.box.records.posted(
-            owner, idempotency_key=sent.idempotency_key, spec_digest=digest
+            sent.caller.name, idempotency_key=sent.idempotency_key, spec_digest=digest
         )
         if earlier is None:
             raise

@@ -117,7 +117,8 @@ class Quota:
         blob_bytes = self._box.owners.bytes_of(owner) + self._coming[owner]
         result_bytes = self._box.records.result_bytes().get(owner, 0)
         state_bytes = self._box.runs.bytes_of(owner)
-        taken_bytes = blob_bytes + result_bytes + state_bytes
+        store_bytes = self._box.stores.bytes_of(owner)
+        taken_bytes = blob_bytes + result_bytes + state_bytes + store_bytes
         missing_bytes = taken_bytes + max(1, more_bytes) - quota_bytes
         if missing_bytes <= 0:
             return
@@ -129,11 +130,12 @@ class Quota:
         wanted = f"{in_units(more_bytes)} more do not fit" if more_bytes else "there is no room"
         raise QuotaReached(
             f"{wanted}: of the {in_units(quota_bytes)} that one owner may have on this box, your "
-            f"blobs take {in_units(blob_bytes)}, your results {in_units(result_bytes)} and your "
-            f"runs {in_units(state_bytes)}, and jobs need them, or they are kept for you to use; "
-            f"wait, or delete what you don't need (`job.delete()`, `gradbox blobs delete`, "
-            f"`gradbox runs delete`): results that nobody has read make room an hour after they "
-            f"were written, and all else that no job needs but runs within a quarter of one",
+            f"blobs take {in_units(blob_bytes)}, your results {in_units(result_bytes)}, your runs "
+            f"{in_units(state_bytes)} and your stores {in_units(store_bytes)}, and jobs need them, "
+            f"or they are kept for you to use; wait, or delete what you don't need "
+            f"(`job.delete()`, `gradbox blobs delete`, `gradbox runs delete`, `gradbox stores "
+            f"delete`): results that nobody has read make room an hour after they were written, "
+            f"and all else that no job needs but runs and stores within a quarter of one",
             retry_after_s=min(LONGEST_S, max(SOON_S, math.ceil(min(wait_s, LONGEST_S)))),
         )
 

@@ -32,6 +32,7 @@ from gradbox_service.cleaning.expiry import (
 from gradbox_service.cleaning.needed import Needed, Spent, spent
 from gradbox_service.cleaning.removed import note_removed
 from gradbox_service.cleaning.under_way import UnderWay
+from gradbox_service.database.conditional_commands import Outdated
 from gradbox_service.database.leadership import LEADER_TTL_S
 from gradbox_service.database.refusals import unless_refused
 from gradbox_service.jobs import JobRecord
@@ -74,6 +75,7 @@ class Cleaner(RepeatingThread):
         now_s = time.time()
         self._end_records(now_s=now_s)
         self._end_runs(now_s=now_s)
+        self._end_stores(now_s=now_s)
         with suppress(StorageFull):  # then they stay in Redis
             self._blobs.write_out()
             self._results.write_out()
@@ -226,7 +228,8 @@ class Cleaner(RepeatingThread):
         quota_bytes = self._settings.owner_quota_bytes
         if quota_bytes is None:
             return
-        for owner, taken_bytes in (self._taken() + Counter(self._box.runs.totals())).items():
+        kept = Counter(self._box.runs.totals()) + Counter(self._box.stores.totals())
+        for owner, taken_bytes in (self._taken() + kept).items():
             if taken_bytes > quota_bytes:
                 self.make_room(owner, taken_bytes - quota_bytes)
 
@@ -278,6 +281,16 @@ class Cleaner(RepeatingThread):
         before_s = now_s - self._settings.run_age_s
         expire(before_s=before_s, runs=box.runs, records=box.records, files=box.run_files)
         box.run_files.sweep([run.id for run in box.runs.all()], unused_for_s=SPARED_S)
+
+    def _end_stores(self, *, now_s: float) -> None:
+        box = self._box
+        stores = {store.id: store for store in box.stores.all()}
+        for store in stores.values():
+            if store.used_s < now_s - self._settings.store_age_s and not store.grants:
+                with suppress(Outdated):
+                    box.stores.forget(store)
+                    box.stores.files.remove(store.id)
+        box.stores.files.sweep(stores, unused_for_s=SPARED_S)
 
     def _is_idle(self, record: JobRecord, *, now_s: float) -> bool:
         """Return whether a job ended, and its result was used, long enough ago to make room."""

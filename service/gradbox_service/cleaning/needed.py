@@ -34,7 +34,9 @@ PAGE: Final = 200
 # Of an owner's jobs; what only earlier ones needed goes by its last use.
 MAX_JOBS: Final = 2000
 # Computations from whose result no job goes on.
-ENDS: Final = frozenset({"gradient", "mixed_gradient", "state", "step"})
+ENDS: Final = frozenset(
+    {"gradient", "mixed_gradient", "state", "step", "store_rows", "store_query"}
+)
 
 
 class Needed:

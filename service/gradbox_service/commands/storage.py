@@ -148,25 +148,22 @@ def _box(redis_url: str | None, data: Path | None) -> Iterator[tuple[Backing, Cl
 
 
 def _print_owners(box: Backing, *, json: bool) -> int:
-    blobs, results, runs = box.owners.totals(), box.records.result_bytes(), box.runs.totals()
+    kinds = {
+        "blob_bytes": box.owners.totals(),
+        "result_bytes": box.records.result_bytes(),
+        "run_bytes": box.runs.totals(),
+        "store_bytes": box.stores.totals(),
+    }
     taken = {
-        o: (blobs.get(o, 0), results.get(o, 0), runs.get(o, 0)) for o in (*blobs, *results, *runs)
+        o: [sizes.get(o, 0) for sizes in kinds.values()]
+        for o in dict.fromkeys(o for sizes in kinds.values() for o in sizes)
     }
     owners = sorted(taken, key=lambda o: -sum(taken[o]))
     left_bytes, free_bytes = box.blobs.room.left_bytes(), box.blobs.room.free_bytes()
     memory = box.records.memory()
     if json:
         report = {
-            "owners": [
-                {
-                    "owner": o,
-                    "blob_bytes": of_blobs,
-                    "result_bytes": of_results,
-                    "run_bytes": of_runs,
-                }
-                for o in owners
-                for of_blobs, of_results, of_runs in [taken[o]]
-            ],
+            "owners": [{"owner": o, **dict(zip(kinds, taken[o], strict=True))} for o in owners],
             "free_bytes": free_bytes,
             "reserve_bytes": box.blobs.room.reserved_bytes(),
             "redis_bytes": memory.used_bytes,
@@ -175,7 +172,11 @@ def _print_owners(box: Backing, *, json: bool) -> int:
         print(jsons.dumps(report))
         return DONE
     rows = [(o, *map(in_units, taken[o])) for o in owners]
-    say_table([("OWNER", "BLOBS", "RESULTS", "RUNS"), *rows] if rows else [("nothing is stored",)])
+    say_table(
+        [("OWNER", "BLOBS", "RESULTS", "RUNS", "STORES"), *rows]
+        if rows
+        else [("nothing is stored",)]
+    )
     print(f"free on the disk: {in_units(free_bytes)}, of it {in_units(left_bytes)} above reserve")
     bound = "" if memory.bound_bytes is None else f" of {in_units(memory.bound_bytes)}"
     print(f"in Redis: {in_units(memory.used_bytes)}{bound}")

@@ -33,6 +33,7 @@ from gradbox_service.http.routes import (
     results,
     runs,
     session,
+    stores,
 )
 from gradbox_service.queue.dispatch import Dispatcher
 from gradbox_service.settings import Settings
@@ -136,7 +137,7 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
     app.add_middleware(RequestWatch, metrics=app.state.metrics)
     problems.install(app)
     app.router.routes.insert(0, jobs.POSTED)
-    for module in (jobs, runs, blobs, results, losses, models, box, session, probes):
+    for module in (jobs, runs, stores, blobs, results, losses, models, box, session, probes):
         app.include_router(module.router)
     app.include_router(runs.saves)
     app.include_router(pages.router())

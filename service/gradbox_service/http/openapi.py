@@ -18,6 +18,7 @@ from gradbox.protocol import (
     ProgressView,
     RunSpec,
     SaveOrder,
+    StoreSpec,
 )
 
 Described = dict[str, Any]
@@ -102,6 +103,15 @@ RUN_REQUEST: Described = {
     "parameters": [IDEMPOTENCY_KEY],
     "requestBody": json_body("RunSpec"),
 }
+STORE_REQUEST: Described = {"requestBody": json_body("StoreSpec")}
+ROWS_REQUEST: Described = {
+    "parameters": [TRACEPARENT, PREFER],
+    "requestBody": with_blobs(any_of("StoreRowsSpec")),
+}
+QUERY_REQUEST: Described = {
+    "parameters": [TRACEPARENT, PREFER],
+    "requestBody": with_blobs(any_of("StoreQuerySpec")),
+}
 SAVE_REQUEST: Described = {
     "parameters": [TRACEPARENT, PREFER],
     "requestBody": json_body("SaveOrder"),
@@ -181,6 +191,7 @@ def describe(app: FastAPI) -> dict[str, Any]:
             (CotangentStepSpec, "validation"),
             (RunSpec, "validation"),
             (SaveOrder, "validation"),
+            (StoreSpec, "validation"),
             (Problem, "serialization"),
             (ProgressView, "serialization"),
         ],

@@ -42,7 +42,7 @@ class ResultStore:
         reserve_bytes: int | None = None,
     ) -> None:
         """Open the results of the box whose data is in this folder, see `BlobStore`."""
-        self._root = data / "results"
+        self.data, self._root = data, data / "results"
         self.room = Room(self._root, reserve_bytes)
         self._small = SmallFiles(connection, "result")
 
@@ -102,7 +102,7 @@ class ResultStore:
     @property
     def checkpoints(self) -> Path:
         """The folder of the states from which jobs that were interrupted go on."""
-        return self._root.with_name("checkpoints")
+        return self.data / "checkpoints"
 
     def remove_checkpoint(self, job_id: str) -> None:
         """Remove a job's state, whichever attempt wrote it: the job has ended."""

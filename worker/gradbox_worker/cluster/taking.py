@@ -18,6 +18,7 @@ from gradbox_service.fleet import Fleet
 from gradbox_service.jobs import Records, Turn, Turns
 from gradbox_service.runs import Runs
 from gradbox_service.store import BlobStore, ResultStore
+from gradbox_service.stores import Stores
 from gradbox_worker.cluster.head import ClusterDevices, Slot, is_on_run
 from gradbox_worker.cluster.ray_session import RayOnThisMachine
 from gradbox_worker.cluster.turn import NamedDevices
@@ -61,6 +62,7 @@ class TurnTaker:
         """
         self._turns, self._records = Turns(connection), Records(connection)
         self._fleet, self._runs = Fleet(connection), Runs(connection)
+        self._stores = Stores(connection, results.data)
         self._rq = RqEntry(connection, NAME)
         self._devices, self._joined = devices, joined
         self._results, self._blobs, self._patience = results, blobs, patience
@@ -174,6 +176,7 @@ class TurnTaker:
             self._turns,
             self._results,
             self._runs,
+            self._stores,
             worker,
             leaving=lambda: self._leaving,
         )

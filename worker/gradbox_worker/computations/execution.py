@@ -24,6 +24,8 @@ from gradbox.protocol import (
     SharedSpec,
     StateSpec,
     StepSpec,
+    StoreQuerySpec,
+    StoreRowsSpec,
 )
 from gradbox.tensors.blob import Blob
 from gradbox_engine import CoupledShards, DeviceLost, Observer
@@ -35,6 +37,7 @@ from gradbox_worker.computations import (
     per_sample,
     state,
     step,
+    stores,
 )
 from gradbox_worker.computations.checkpoints import Pace
 from gradbox_worker.computations.identity import device_name
@@ -75,6 +78,8 @@ COMPUTATIONS: Final[Mapping[type[SharedSpec], Compute]] = {
     MixedGradientSpec: mixed_gradient.compute,
     StepSpec: step.compute,
     StateSpec: state.compute,
+    StoreRowsSpec: stores.compute_rows,
+    StoreQuerySpec: stores.compute_query,
 }
 
 
@@ -240,6 +245,7 @@ class Execution:
             step=step.made(computed),
             saved_bytes=computed.saved_bytes,
             tensors=written.tensors,
+            stored=computed.stored,
         )
 
     def _place(self) -> ResultPlace:
@@ -248,7 +254,9 @@ class Execution:
             return ResultInMemory()
         path = self.work.result_path
         room = Room(path.parent, self.work.disk_reserve_bytes)
-        return ResultOnDisk(path, room=room, small_bytes=SMALL_BYTES if self.small_results else 0)
+        is_part = isinstance(self.work.spec, StoreRowsSpec)  # a file of the store
+        small_bytes = SMALL_BYTES if self.small_results and not is_part else 0
+        return ResultOnDisk(path, room=room, small_bytes=small_bytes)
 
     @contextmanager
     def _state_settled(self, job: LoadedJob) -> Iterator[None]:

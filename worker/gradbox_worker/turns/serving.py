@@ -22,6 +22,7 @@ from gradbox_service.fleet import Fleet
 from gradbox_service.jobs import Records, Turns
 from gradbox_service.runs import Runs
 from gradbox_service.store import BlobStore, ResultStore
+from gradbox_service.stores import Stores
 from gradbox_worker.device.entry import DeviceEntries, DeviceEntry
 from gradbox_worker.device.importing import import_for_jobs
 from gradbox_worker.device.last_step import LastStep
@@ -92,6 +93,7 @@ def serve(start: Start, orders: Orders) -> None:
         turns,
         results,
         runs,
+        Stores(connection, results.data),
         start.turns.worker,
         leaving=lambda: orders.leaving,
     )

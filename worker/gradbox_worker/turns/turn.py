@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,9 +32,11 @@ from redis.client import Pipeline
 
 from gradbox.errors import (
     GradboxError,
+    InvalidInputs,
     JobFailed,
     OutOfMemory,
     RunConflict,
+    StoreNotFound,
     WorkerLost,
 )
 from gradbox.protocol import (
@@ -46,6 +48,7 @@ from gradbox.protocol import (
     SetLossSpec,
     StateSpec,
     StepView,
+    StoreQuerySpec,
 )
 from gradbox_service.database.conditional_commands import Beside
 from gradbox_service.database.refusals import store_refuses
@@ -54,10 +57,23 @@ from gradbox_service.fleet.workers import may_be_run
 from gradbox_service.jobs import JobRecord, Records, Transition, Turns
 from gradbox_service.runs import Runs
 from gradbox_service.store import ResultStore
+from gradbox_service.stores import Part, StoreRecord, Stores
+from gradbox_service.stores.ids import check_new, read_ids
+from gradbox_service.stores.record import check_loss
 from gradbox_worker.device.last_step import LastStep
 from gradbox_worker.device.orders import Orders
 from gradbox_worker.turns.supervision import WORKER, JobSupervision, StopReason
-from gradbox_worker.work import Device, Died, Failed, Finished, Outcome, Stopped, Work, out_of_time
+from gradbox_worker.work import (
+    Device,
+    Died,
+    Failed,
+    Finished,
+    Outcome,
+    Stopped,
+    StoredRows,
+    Work,
+    out_of_time,
+)
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +93,7 @@ class Attempts:
     turns: Turns
     results: ResultStore
     runs: Runs
+    stores: Stores
     worker: str  # its name
     leaving: Callable[[], bool] = lambda: False  # whether it was asked to end
 
@@ -145,7 +162,7 @@ class Attempts:
                     since=record,
                     beside=lambda after: self._beside_the_end(after, outcome),
                 )
-            except RunConflict as error:
+            except (RunConflict, StoreNotFound, InvalidInputs) as error:
                 log.warning("job %s: %s", record.id, error)
                 return self._end(record, _failed(record, Problem.of(error)))
         if after is None:
@@ -190,11 +207,41 @@ class Attempts:
                 finished_s=ended_s,
             )
             return self.runs.making(outcome.step.run, step)
+        if outcome.stored is not None:
+            return self._of_store(after, outcome.stored)
         spec = None if outcome.saved_bytes is None else self.records.spec(after.id)
         if outcome.saved_bytes is None or not isinstance(spec, StateSpec):
             return Beside()
         run_id, name = spec.state.run or "", spec.save or ""
         return self.runs.saved(run_id, name, job=after.id, size_bytes=outcome.saved_bytes)
+
+    def _of_store(self, after: JobRecord, rows: StoredRows) -> Beside:
+        """Keep the rows of a job that appended, and return the write that adds them to the store.
+
+        Raises:
+            StoreNotFound: the store was deleted.
+            InvalidInputs: another job has appended some of the rows, or rows of another loss.
+        """
+        path = self.results.path(after.id, attempt=after.attempt)
+        self.results.note_fetched(after.id, attempt=after.attempt)  # the store has them
+        self.stores.files.keep(rows.store, after.id, path)
+        result, ids = after.result, read_ids(path)
+        assert result is not None
+        part = Part(
+            job=after.id,
+            num_rows=len(ids),
+            num_columns=rows.num_columns,
+            size_bytes=result.size_bytes,
+            sha256=result.sha256,
+            ids="str" if ids and isinstance(ids[0], str) else "int",
+        )
+
+        def added(store: StoreRecord) -> StoreRecord:
+            check_new(ids, self.stores.files.paths(store))
+            check_loss(rows.loss, store)
+            return store.with_part(part, loss=rows.loss, now_s=after.finished_s or time.time())
+
+        return self.stores.adding(rows.store, added)
 
     def _change(
         self,
@@ -344,6 +391,7 @@ class TurnRunner:
             spec_digest=record.spec_digest,
             result_path=results.path(record.id, attempt=record.attempt),
             earlier_result=self._earlier_result(spec),
+            store_parts=self._store_parts(spec),
             queued_s=max(0.0, (record.started_s or record.created_s) - record.created_s),
             disk_reserve_bytes=results.room.reserve_bytes,
             timed=timed,
@@ -360,6 +408,13 @@ class TurnRunner:
         if earlier is None:
             return None
         return self.attempts.results.on_disk(earlier.id, attempt=earlier.attempt)
+
+    def _store_parts(self, spec: JobSpec) -> Sequence[Path]:
+        """Return where the parts are of the store that a job queries."""
+        if not isinstance(spec, StoreQuerySpec):
+            return ()
+        store = self.attempts.stores.get(spec.store)
+        return () if store is None else self.attempts.stores.files.paths(store)
 
 
 def _record_wait(record: JobRecord) -> None:

@@ -29,6 +29,7 @@ from gradbox_service.fleet import Fleet
 from gradbox_service.jobs import QUEUE, SERIALIZER, Records, Turn, Turns
 from gradbox_service.runs import Runs
 from gradbox_service.store import ResultStore
+from gradbox_service.stores import Stores
 from gradbox_worker.device import DeviceProcess, DeviceSettings
 from gradbox_worker.device.entry import DeviceEntries
 from gradbox_worker.device.exits import Exit, died
@@ -92,6 +93,7 @@ class Worker:
             self._turns,
             results,
             Runs(connection),
+            Stores(connection, results.data),
             name,
             leaving=lambda: self.leaving,
         )

@@ -1,0 +1,14 @@
+"""Gradient stores: rows that stay on the box, computed once and queried by the whole lab.
+
+    store = client.store("wiki", model="minilm", projection=PerLayer(dim=16))
+    store.add(inputs=shards, loss=loss, ids=ids)
+    hits = store.query(inputs=test, loss=loss, top=10)
+
+Read `store` first, then `jobs`: what appends rows, and what queries; `rows` reads them, and
+`projections` names how they are made.
+"""
+
+from gradbox.stores.projections import CountSketch, PerLayer, Rademacher
+from gradbox.stores.store import GradStore, Hits
+
+__all__ = ["CountSketch", "GradStore", "Hits", "PerLayer", "Rademacher"]

@@ -1,0 +1,231 @@
+"""A gradient store on the box: rows appended by jobs, queried by jobs, read by ranges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Unpack
+
+from gradbox.errors import InvalidInputs, ProtocolError
+from gradbox.protocol import LAB, Grants, StoreView
+from gradbox.results.result import GradResult, Tensors
+from gradbox.runs.run import RunClient
+from gradbox.stores.jobs import Id, StoreJobKeywords, StoreQuery, StoreRows
+from gradbox.stores.rows import Rows, ids_in
+
+JSON = "application/json"
+
+
+@dataclass(frozen=True)
+class Hits:
+    """What a query found.
+
+    Attributes:
+        ids: for each query, those of the rows with the largest scores, largest first.
+        scores: of these, (Q, k).
+        rows: which rows of the store they are, (Q, k).
+        losses: of the queries, (Q,).
+        manifest: the receipt.
+    """
+
+    ids: list[list[Id]]
+    scores: Any
+    rows: Any
+    losses: Any
+    manifest: Any
+
+
+class GradStore:
+    """A store, from `client.store` or `client.find_store`.
+
+    Args of `add`, `query` and `scores` are those of `PerSampleGradient`, but for what the store
+    says itself: model, wrt, mode, precision, seed and how rows are projected.
+    """
+
+    def __init__(self, client: RunClient, view: StoreView) -> None:
+        self._client, self._view = client, view
+
+    def __repr__(self) -> str:
+        view = self._view
+        return f"<GradStore {view.owner}/{view.name}: {view.num_rows} rows of {view.model}>"
+
+    def __len__(self) -> int:
+        return self._view.num_rows
+
+    @property
+    def view(self) -> StoreView:
+        """What the box said of it last; `refresh` asks again."""
+        return self._view
+
+    @property
+    def id(self) -> str:
+        return self._view.id
+
+    @property
+    def name(self) -> str:
+        return self._view.name
+
+    def refresh(self) -> StoreView:
+        """Ask the box what there is now.
+
+        Raises:
+            StoreNotFound: it was deleted, or may not be read any more.
+        """
+        answer = self._client.connection.request("GET", self._path())
+        self._view = StoreView.model_validate_json(answer.content)
+        return self._view
+
+    def add(
+        self,
+        *,
+        inputs: Any,
+        loss: Callable[..., Any],
+        ids: Sequence[Id],
+        progress: bool | None = None,
+        **options: Unpack[StoreJobKeywords],
+    ) -> GradResult:
+        """Append a row for each sample, by one job: all of them, or none.
+
+        Args:
+            inputs: shards, as for `PerSampleGradient`.
+            loss: of the shape (B,), as for `PerSampleGradient`; the same one for all rows.
+            ids: a whole number or a text for each sample, which the store has not.
+            progress: as for `Job.wait`.
+            options: loss_inputs, method, output, readout, unchecked, priority, timeout_s, name.
+
+        Returns:
+            The job's result: `losses` and `manifest`.
+
+        Raises:
+            InvalidInputs: an id is in the store already, or they are not one for each sample.
+            InvalidJob: the loss is not that of the store's rows.
+            StoreNotFound: the store was deleted, or is not this user's.
+            JobFailed, JobCancelled, ServiceUnavailable: as for `Job.result`.
+        """
+        rows = StoreRows(
+            model=self._view.model, inputs=inputs, loss=loss, store=self._view, ids=ids, **options
+        )
+        result = self._client.run(rows, progress=progress)
+        self.refresh()
+        return result
+
+    def query(
+        self,
+        *,
+        inputs: Any,
+        loss: Callable[..., Any],
+        top: int = 10,
+        unit_norm: bool = False,
+        progress: bool | None = None,
+        **options: Unpack[StoreJobKeywords],
+    ) -> Hits:
+        """Return the rows with the largest ⟨row of a query, row⟩ for each of Q queries.
+
+        Args:
+            inputs: shards of the queries.
+            loss: of the shape (Q,).
+            top: how many rows for each query.
+            unit_norm: whether both rows are scaled to norm 1: cosines.
+            progress: as for `Job.wait`.
+            options: as for `add`.
+
+        Raises:
+            InvalidJob: the store has no rows.
+            StoreNotFound: the store was deleted, or may not be read any more.
+            JobFailed, JobCancelled, ServiceUnavailable: as for `Job.result`.
+        """
+        result = self._queried(inputs, loss, top, unit_norm, progress, options)
+        found = Tensors(result._file, "samples")
+        num_hits = found["rows"].shape[1]
+        ids = ids_in(result._file)
+        return Hits(
+            ids=[ids[at : at + num_hits] for at in range(0, len(ids), num_hits)],
+            scores=found["scores"],
+            rows=found["rows"],
+            losses=found["loss"],
+            manifest=result.manifest,
+        )
+
+    def scores(
+        self,
+        *,
+        inputs: Any,
+        loss: Callable[..., Any],
+        unit_norm: bool = False,
+        progress: bool | None = None,
+        **options: Unpack[StoreJobKeywords],
+    ) -> Any:
+        """Return ⟨row of a query, row⟩ for all rows, (Q, N); as for `query`."""
+        result = self._queried(inputs, loss, None, unit_norm, progress, options)
+        return Tensors(result._file, "samples")["scores"]
+
+    @property
+    def rows(self) -> Rows:
+        """The rows as they are stored, (N, K): `store.rows[100:200]` fetches those alone."""
+        return Rows(self._client.connection, self._path(), self._view)
+
+    def ids(self) -> list[Id]:
+        """Return the ids of all rows, in their order."""
+        return [one for part in self.rows.files() for one in ids_in(part)]
+
+    def losses(self) -> Any:
+        """Return the losses of all rows, (N,), a NumPy array."""
+        return self.rows.losses()
+
+    def grant(self, *people: str) -> None:
+        """Let people read and query the store, by the names of their tokens; "*" is everybody."""
+        self._grant({*self.refresh().grants, *people})
+
+    def revoke(self, *people: str) -> None:
+        """Let people no longer read the store, from now on; "*" is the grant to everybody."""
+        self._grant({*self.refresh().grants} - {*people})
+
+    def export(self, folder: str | Path) -> Path:
+        """Write the parts as they are on the box, safetensors files, into a new folder."""
+        return self.rows.save(Path(folder))
+
+    def delete(self) -> None:
+        """Delete the store with its rows; nothing happens if it is gone.
+
+        Raises:
+            StoreConflict: a job appends to it or queries it.
+            StoreNotFound: it is not this user's.
+        """
+        self._client.connection.request("DELETE", self._path())
+
+    def _grant(self, people: set[str]) -> None:
+        if not all(isinstance(one, str) and one for one in people):
+            raise InvalidInputs(f"grant: expected names of tokens, or {LAB!r}, got others")
+        body = Grants(grants=sorted(people)).model_dump_json().encode()
+        headers = {"Content-Type": JSON}
+        answer = self._client.connection.request(
+            "PUT", self._path("/grants"), body=lambda: [body], headers=headers
+        )
+        self._view = StoreView.model_validate_json(answer.content)
+
+    def _queried(
+        self,
+        inputs: Any,
+        loss: Callable[..., Any],
+        top: int | None,
+        unit_norm: bool,
+        progress: bool | None,
+        options: StoreJobKeywords,
+    ) -> GradResult:
+        query = StoreQuery(
+            model=self._view.model,
+            inputs=inputs,
+            loss=loss,
+            store=self._view,
+            top=top,
+            unit_norm=unit_norm,
+            **options,
+        )
+        result = self._client.run(query, progress=progress)
+        if "samples/scores" not in result._file.names:
+            raise ProtocolError("expected the scores of a query, got another result")
+        return result
+
+    def _path(self, below: str = "") -> str:
+        return f"/v1/stores/{self.id}{below}"

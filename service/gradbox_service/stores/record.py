@@ -1,0 +1,152 @@
+"""What the box knows of a store beside its rows, and how that changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from pydantic import TypeAdapter
+
+from gradbox.errors import InvalidInputs
+from gradbox.protocol import LAB, PartView, StoreSpec, StoreView
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rows that one job appended, one file."""
+
+    # The job, by which the file is named.
+    job: str
+    num_rows: int
+    num_columns: int
+    size_bytes: int
+    sha256: str
+    ids: Literal["int", "str"]
+
+
+@dataclass(frozen=True)
+class StoreRecord:
+    """A store. Times are seconds since 1970, UTC."""
+
+    id: str
+    # The name of the token that made it.
+    owner: str
+    spec: StoreSpec
+    # The registered name, and the full version that all rows are of.
+    model: str
+    model_version: str
+    created_s: float
+    used_s: float
+    # The digest of the loss that the first rows were made by; "" before there are any.
+    loss: str = ""
+    parts: tuple[Part, ...] = ()
+    # Who may read it beside its owner; LAB is everybody.
+    grants: tuple[str, ...] = ()
+    # Of this class; a record of a later one is not read.
+    version: int = VERSION
+
+    def __post_init__(self) -> None:
+        """Raises:
+        ValueError: a later version of gradbox wrote the record.
+        """
+        if self.version > VERSION:
+            raise ValueError(
+                f"expected a store's record of version {VERSION} or earlier, got {self.version}: "
+                f"a later gradbox wrote it"
+            )
+
+    @property
+    def num_rows(self) -> int:
+        return sum(part.num_rows for part in self.parts)
+
+    @property
+    def size_bytes(self) -> int:
+        """What its files take."""
+        return sum(part.size_bytes for part in self.parts)
+
+    @property
+    def full_model(self) -> str:
+        """The model as NAME@VERSION."""
+        return f"{self.model}@{self.model_version}"
+
+    def may_read(self, caller: str) -> bool:
+        """Return whether somebody may query it."""
+        return caller == self.owner or caller in self.grants or LAB in self.grants
+
+    def with_part(self, part: Part, *, loss: str, now_s: float) -> StoreRecord:
+        """Add rows behind those that there are."""
+        return replace(self, parts=(*self.parts, part), loss=loss, used_s=now_s)
+
+    def used(self, *, now_s: float) -> StoreRecord:
+        """Note that it is used now."""
+        return replace(self, used_s=now_s)
+
+    def granted(self, to: Sequence[str]) -> StoreRecord:
+        """Let these people read it, and nobody else."""
+        return replace(self, grants=tuple(sorted(set(to))))
+
+    def view(self, *, of_owner: bool) -> StoreView:
+        """Return what the wire says of it."""
+        first, spec = next(iter(self.parts), None), self.spec
+        return StoreView(
+            id=self.id,
+            name=spec.name,
+            owner=self.owner,
+            model=self.model,
+            model_version=self.model_version,
+            wrt=spec.wrt,
+            projection=spec.projection,
+            dtype=spec.dtype,
+            mode=spec.mode,
+            precision=spec.precision,
+            seed=spec.seed,
+            state=spec.state,
+            num_rows=self.num_rows,
+            num_columns=None if first is None else first.num_columns,
+            ids=None if first is None else first.ids,
+            parts=[
+                PartView(
+                    job=part.job,
+                    num_rows=part.num_rows,
+                    size_bytes=part.size_bytes,
+                    sha256=part.sha256,
+                )
+                for part in self.parts
+            ],
+            size_bytes=self.size_bytes,
+            created_s=self.created_s,
+            used_s=self.used_s,
+            grants=list(self.grants) if of_owner else [],
+        )
+
+    def to_json(self) -> bytes:
+        return _RECORD.dump_json(self)
+
+    @classmethod
+    def from_json(cls, text: bytes) -> StoreRecord:
+        """Raises:
+        ValueError: these are not the bytes of a record that this version reads.
+        """
+        return _RECORD.validate_json(text)
+
+
+def check_loss(loss: str, store: StoreRecord) -> None:
+    """Check that rows are of the loss of those that a store has.
+
+    Args:
+        loss: the digest of its graph and the tensors that it holds.
+
+    Raises:
+        InvalidInputs: they are of another one.
+    """
+    if store.loss not in ("", loss):
+        raise InvalidInputs(
+            f"loss: expected that of the rows which store {store.spec.name!r} has, got another: "
+            f"make another store for it"
+        )
+
+
+_RECORD = TypeAdapter(StoreRecord)

@@ -1,0 +1,213 @@
+"""Gradient stores on a box that runs: rows once each, scores, grants, and what goes when."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from gradbox import (
+    CountSketch,
+    GradStore,
+    InvalidInputs,
+    InvalidJob,
+    PerLayer,
+    Rademacher,
+    StoreConflict,
+    StoreNotFound,
+)
+from gradbox.client import GradClient
+from tests.boxes import TestBox
+from tests.case_models import mlp
+
+MODEL = "mlp"
+
+
+def samples(count: int, *, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, 5, generator=generator, dtype=torch.float64)
+
+
+def targets(count: int) -> Tensor:
+    return torch.arange(count) % 3
+
+
+def loss(z: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(z, labels, reduction="none")
+
+
+def rows_of(x: Tensor, labels: Tensor, *, wrt: str = "") -> Tensor:
+    """Return the gradients of all samples by a loop, (B, P), in the order of parameters."""
+    model, rows = mlp(), []
+    for one, label in zip(x, labels, strict=True):
+        model.zero_grad()
+        loss(model(one[None]), label[None]).sum().backward()
+        grads = [p.grad for name, p in model.named_parameters() if name.startswith(wrt)]
+        rows.append(torch.cat([grad.flatten() for grad in grads if grad is not None]))
+    return torch.stack(rows)
+
+
+def added(store: GradStore, ids: list[Any], *, seed: int) -> None:
+    x = samples(len(ids), seed=seed)
+    result = store.add(
+        inputs=[x[:1], x[1:]], loss=loss, loss_inputs={"labels": targets(len(ids))}, ids=ids
+    )
+    assert torch.allclose(result.losses, loss(mlp()(x), targets(len(ids))))
+
+
+def all_rows(*given: tuple[int, int]) -> Tensor:
+    return torch.cat([rows_of(samples(n, seed=seed), targets(n)) for n, seed in given])
+
+
+def asked(store: GradStore, **options: Any) -> dict[str, Any]:
+    return {
+        "inputs": [samples(4, seed=9)], "loss": loss, "loss_inputs": {"labels": targets(4)}
+    } | options  # fmt: skip
+
+
+QUERIES = rows_of(samples(4, seed=9), targets(4))
+
+
+@pytest.fixture
+def client(box: TestBox) -> Any:
+    with box.client() as client:
+        yield client
+        for store in client.stores():
+            store.delete()
+
+
+def test_scores_are_products_of_whole_rows(client: GradClient) -> None:
+    store = client.store("whole", model=MODEL, dtype="fp32")
+    assert len(store) == 0
+    with pytest.raises(InvalidJob, match="no rows yet"):
+        store.query(**asked(store))
+    added(store, [3, 1, 4], seed=1)
+    added(store, [15, 9], seed=2)
+    expected = all_rows((3, 1), (2, 2))
+    assert len(store) == 5
+    assert store.ids() == [3, 1, 4, 15, 9]
+    assert torch.allclose(store.rows[0:5].double(), expected, atol=1e-6)
+    assert torch.allclose(store.rows[2:4].double(), expected[2:4], atol=1e-6)
+    assert torch.allclose(store.rows[-1].double(), expected[4], atol=1e-6)
+    scores = store.scores(**asked(store))
+    assert torch.allclose(torch.as_tensor(scores[:]).double(), QUERIES @ expected.T, atol=1e-5)
+    hits = store.query(**asked(store), top=2)
+    best = (QUERIES @ expected.T).topk(2)
+    assert torch.allclose(hits.scores.double(), best.values, atol=1e-5)
+    assert hits.ids == [[store.ids()[row] for row in some] for some in best.indices.tolist()]
+    unit = F.normalize(QUERIES) @ F.normalize(expected).T
+    cosines = store.query(**asked(store), top=9, unit_norm=True)
+    assert torch.allclose(cosines.scores.double(), unit.sort(descending=True).values, atol=1e-5)
+
+
+@pytest.mark.parametrize("projection", [PerLayer(3), CountSketch(20), Rademacher(20)])
+def test_rows_are_projected_as_the_store_says(client: GradClient, projection: Any) -> None:
+    store = client.store("projected", model=MODEL, projection=projection, dtype="fp32", seed=4)
+    added(store, ["a", "b", "ü"], seed=1)
+    assert store.ids() == ["a", "b", "ü"]
+    from gradbox import PerSampleGradient
+
+    rows = client.run(
+        PerSampleGradient(
+            model=MODEL,
+            inputs=[samples(3, seed=1)],
+            loss=loss,
+            loss_inputs={"labels": targets(3)},
+            reduce="projection",
+            kind=projection.kind,
+            dim=projection.dim,
+            seed=4,
+        )
+    ).projection()
+    assert torch.allclose(store.rows[:].double(), rows.double(), atol=1e-6)
+    hits = store.query(**asked(store), top=1)
+    assert [len(some) for some in hits.ids] == [1] * 4
+
+
+def test_rows_in_sixteen_bits_are_rounded_once(client: GradClient) -> None:
+    expected = all_rows((3, 1)).float()
+    for dtype, wanted in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
+        store = client.store(f"of-{dtype}", model=MODEL, dtype=dtype)
+        added(store, [1, 2, 3], seed=1)
+        assert store.rows[:].dtype == wanted
+        assert torch.allclose(store.rows[:].float(), expected.to(wanted).float(), rtol=2**-7)
+
+
+def test_an_id_comes_once(client: GradClient) -> None:
+    store = client.store("once", model=MODEL)
+    added(store, [1, 2, 3], seed=1)
+    for ids, message in (
+        ([7, 3], "lacks, got 3 again"),
+        ([7, 7], "each once, got 7 more"),
+        (["a", "b"], "expected int"),
+        ([21, 22, 23], "one for each of 2 samples"),
+    ):
+        with pytest.raises(InvalidInputs, match=message):
+            x = samples(2, seed=2)
+            store.add(inputs=[x], loss=loss, loss_inputs={"labels": targets(2)}, ids=ids)
+    with pytest.raises(InvalidInputs, match="loss: expected that of the rows"):
+        x = samples(2, seed=2)
+        store.add(inputs=[x], loss=lambda z: z.square().sum(1), ids=[8, 9])
+    assert store.refresh().num_rows == 3
+    added(store, [7, 8, 9], seed=2)
+    assert store.ids() == [1, 2, 3, 7, 8, 9]
+
+
+def test_a_store_of_a_name_is_one(client: GradClient) -> None:
+    store = client.store("named", model=MODEL, projection=PerLayer(4))
+    assert client.store("named", model=MODEL, projection=PerLayer(4)).id == store.id
+    with pytest.raises(StoreConflict, match="dtype: your store 'named' has 'fp16', got 'fp32'"):
+        client.store("named", model=MODEL, projection=PerLayer(4), dtype="fp32")
+    assert client.find_store("named").id == store.id
+    with pytest.raises(StoreNotFound, match="OWNER/NAME"):
+        client.find_store("nobody/named")
+    with pytest.raises(InvalidInputs, match="matches no parameter"):
+        client.store("other", model=MODEL, wrt="nothing.*")
+    store.delete()
+    store.delete()
+    with pytest.raises(StoreNotFound):
+        store.refresh()
+
+
+def test_a_store_is_read_by_those_to_whom_it_is_granted(box: TestBox, client: GradClient) -> None:
+    store = client.store("granted", model=MODEL)
+    added(store, [1, 2, 3], seed=1)
+    with box.client(box.other_token) as other:
+        with pytest.raises(StoreNotFound):
+            other.find_store(f"{store.view.owner}/granted")
+        store.grant("*")
+        theirs = other.find_store(f"{store.view.owner}/granted")
+        assert theirs.view.grants == []
+        assert theirs.query(**asked(theirs), top=1).ids
+        assert torch.equal(theirs.rows[:], store.rows[:])
+        with pytest.raises(StoreNotFound, match="only its owner"):
+            added(theirs, [4, 5, 6], seed=2)
+        with pytest.raises(StoreNotFound, match="only its owner"):
+            theirs.delete()
+        with pytest.raises(StoreNotFound, match="only its owner"):
+            theirs.grant("me")
+        store.revoke("*")
+        with pytest.raises(StoreNotFound):
+            theirs.query(**asked(theirs))
+        with pytest.raises(StoreNotFound):
+            _ = theirs.rows[:]
+
+
+def test_an_exported_store_holds_the_rows_with_their_ids(
+    client: GradClient, tmp_path: Path
+) -> None:
+    store = client.store("exported", model=MODEL)
+    added(store, [5, 6, 7], seed=1)
+    added(store, [8, 9], seed=2)
+    folder = store.export(tmp_path / "store")
+    parts = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
+    assert torch.cat([part["samples/ids"] for part in parts]).tolist() == [5, 6, 7, 8, 9]
+    rows = torch.cat([part["samples/projection"] for part in parts])
+    assert torch.equal(rows, store.rows[:])
+    shutil.rmtree(folder)

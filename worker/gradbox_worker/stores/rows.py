@@ -1,0 +1,50 @@
+"""The rows of a store, read from its parts in blocks. Shapes: N rows, K numbers a row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from gradbox.errors import InvalidInputs
+from gradbox_service.stores.ids import Ids, read_ids
+
+ROWS: Final = "samples/projection"
+# What a block takes once it is widened to float32.
+BLOCK_BYTES: Final = 64 * 2**20
+
+
+def blocks(parts: Sequence[Path], *, device: torch.device) -> Iterator[tuple[int, Tensor]]:
+    """Give the first row of each block and the block, (n, K) in float32 on a device.
+
+    Raises:
+        InvalidInputs: a part is not there.
+    """
+    first = 0
+    for part in parts:
+        try:
+            file = safe_open(part, framework="pt")
+        except FileNotFoundError:
+            raise InvalidInputs(
+                "expected the rows of the store on this machine, but a part of it is not there"
+            ) from None
+        with file:
+            stored: Any = file.get_slice(ROWS)  # type: ignore[no-untyped-call]
+            num_rows, num_columns = stored.get_shape()
+            step = max(1, BLOCK_BYTES // (4 * max(1, num_columns)))
+            for start in range(0, num_rows, step):
+                block = stored[start : start + step]
+                yield first + start, block.to(device, torch.float32)
+            first += num_rows
+
+
+def ids_at(parts: Sequence[Path], rows: Sequence[int]) -> Ids:
+    """Return the ids of some rows, in their order."""
+    ids: list[int | str] = []
+    for part in parts:
+        ids += read_ids(part)
+    return [ids[row] for row in rows]  # type: ignore[return-value]  # one store's are of one type
