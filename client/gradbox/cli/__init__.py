@@ -10,8 +10,8 @@ command returns its exit code, or raises the error that says it. To read in this
     output          what the commands print
     job_file        a job as a TOML file
     completion      what the shell completes by asking the box
-    submit, jobs, result, runs, blobs, top, operation, down, backup, doctor, login    one
-                    command or group each
+    submit, jobs, result, runs, stores, blobs, top, operation, down, backup, doctor, login
+                    one command or group each
 
 Exit codes: 0 done, 1 the job failed, 2 wrong usage, 3 the service cannot be reached, 130 Ctrl-C.
 """

@@ -27,6 +27,7 @@ TOPICS: Final[Mapping[str, Mapping[str, str]]] = {
         "jobs": "your jobs on the box",
         "result": "wait for a job and fetch its result",
         "runs": "training on the box: your runs, their states and saves",
+        "stores": "gradients that stay on the box, queried by the whole lab",
         "blobs": "the tensors that you have sent to the box",
     },
     "A box, over the network": {
@@ -59,6 +60,7 @@ OWN: Final[Mapping[str, str]] = {
     "jobs": "jobs:commands",
     "result": "result:run",
     "runs": "runs:commands",
+    "stores": "stores:commands",
     "blobs": "blobs:commands",
     "top": "top:top",
     "workers": "top:workers",

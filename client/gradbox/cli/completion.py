@@ -1,4 +1,4 @@
-"""What the shell completes by asking the box: ids of jobs and of runs, and names of models.
+"""What the shell completes by asking the box: jobs, runs, stores and models.
 
 It waits a second at most, and where no box answers in that time it completes nothing and prints
 nothing: whoever pressed Tab is writing a command.
@@ -51,6 +51,21 @@ def complete_run(ctx: typer.Context, args: list[str], incomplete: str) -> Comple
         for view in views
         for text in (view.id[:length], view.name)
         if text and text.startswith(incomplete)
+    ]
+
+
+def complete_store(ctx: typer.Context, args: list[str], incomplete: str) -> Completions:
+    """Return the names of stores that begin so, each with how many rows it has."""
+    try:
+        with _client() as client:
+            views = [store.view for store in client.stores()]
+    except GradboxError:
+        return []
+    return [
+        (text, printable(f"{view.model}, {view.num_rows} rows"))
+        for view in views
+        for text in (view.name, f"{view.owner}/{view.name}")
+        if text.startswith(incomplete)
     ]
 
 

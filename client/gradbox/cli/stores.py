@@ -1,0 +1,133 @@
+"""`gradbox stores list | show | grant | revoke | export | delete`: rows that stay on the box."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from gradbox.cli.completion import complete_store
+from gradbox.cli.output import SHOWN_LENGTH, AsJson, ago, local, say, say_json, say_table
+from gradbox.client import GradClient
+from gradbox.html import size
+from gradbox.printable import printable
+from gradbox.protocol import StoreView
+
+TITLES: Final = ("NAME", "OWNER", "MODEL", "ROWS", "NUMBERS", "SIZE", "USED")
+
+commands: Final = typer.Typer(no_args_is_help=True)
+
+_ARGUMENT: Final[dict[str, Any]] = {
+    "metavar": "STORE",
+    "help": "NAME of a store of yours, or OWNER/NAME",
+    "autocompletion": complete_store,
+}
+Store = Annotated[str, typer.Argument(**_ARGUMENT)]
+People = Annotated[
+    list[str], typer.Argument(metavar="WHO", help="names of tokens; '*' is everybody")
+]
+
+
+@commands.command("list", help="stores that you may read, newest first")
+def list_stores(*, json: AsJson = False) -> int:
+    """Print one line for each store."""
+    with GradClient() as client:
+        views = [store.view for store in client.stores()]
+    if json:
+        say_json([view.model_dump(mode="json") for view in views], indent=2)
+    elif views:
+        say_table([TITLES, *map(_row, views)])
+    else:
+        say("no stores")
+    return 0
+
+
+@commands.command("show", help="one store, and who may read it")
+def show_store(store: Store, *, json: AsJson = False) -> int:
+    """Print all that the box says of a store."""
+    with GradClient() as client:
+        view = client.find_store(store).view
+    if json:
+        say_json(view.model_dump(mode="json"))
+        return 0
+    for name, value in _described(view).items():
+        if value not in (None, ""):
+            say(f"{name:<12} {printable(value)}")
+    return 0
+
+
+@commands.command("grant", help="let people read and query a store of yours")
+def grant_store(store: Store, people: People) -> int:
+    """Add to those who may read it."""
+    with GradClient() as client:
+        found = client.find_store(store)
+        found.grant(*people)
+    say(f"{found.name} may be read by {', '.join(found.view.grants)}")
+    return 0
+
+
+@commands.command("revoke", help="let people no longer read a store of yours, from now on")
+def revoke_store(store: Store, people: People) -> int:
+    """Remove from those who may read it."""
+    with GradClient() as client:
+        found = client.find_store(store)
+        found.revoke(*people)
+    say(f"{found.name} may be read by {', '.join(found.view.grants) or 'nobody else'}")
+    return 0
+
+
+@commands.command("export", help="write a store's parts, safetensors files, into a new folder")
+def export_store(
+    store: Store,
+    *,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="made anew")],
+) -> int:
+    """Fetch all rows with their ids and losses."""
+    if output.exists():
+        raise typer.BadParameter(f"expected a folder that is not there yet, got {output}")
+    with GradClient() as client:
+        found = client.find_store(store)
+        found.export(output)
+    say(f"{output}: {len(found)} rows in {len(found.view.parts)} files")
+    return 0
+
+
+@commands.command("delete", help="delete a store of yours with its rows")
+def delete_store(store: Store) -> int:
+    """Delete a store."""
+    with GradClient() as client:
+        client.find_store(store).delete()
+    say(f"{store} deleted")
+    return 0
+
+
+def _described(view: StoreView) -> dict[str, object]:
+    """Return what `stores show` prints of a store, by the name that it prints before."""
+    projection = view.projection
+    return {
+        "name": f"{view.owner}/{view.name}",
+        "id": view.id,
+        "model": f"{view.model}@{view.model_version[:SHOWN_LENGTH]}",
+        "weights": view.state and f"run {view.state.run}, {view.state.save or view.state.step}",
+        "wrt": ", ".join(view.wrt or []),
+        "projection": "none" if projection is None else f"{projection.kind}, {projection.dim}",
+        "mode, seed": f"{view.mode}, {view.seed}",
+        "rows": f"{view.num_rows} of {view.num_columns or 0} numbers in {view.dtype}",
+        "on disk": size(view.size_bytes),
+        "created": f"{local(view.created_s)} ({ago(view.created_s)})",
+        "used": f"{local(view.used_s)} ({ago(view.used_s)})",
+        "read by": ", ".join(view.grants),
+    }
+
+
+def _row(view: StoreView) -> tuple[str, ...]:
+    return (
+        view.name,
+        view.owner,
+        view.model,
+        str(view.num_rows),
+        str(view.num_columns or ""),
+        size(view.size_bytes),
+        ago(view.used_s),
+    )
