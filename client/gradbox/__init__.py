@@ -7,8 +7,8 @@
 
 Importing this package loads neither torch nor anything that reads a network or a file.
 
-Of its modules read `client` first, then `submitting` and `job`, `runs` for training and `stores` for
-rows that stay; `local` is a client without a box, `async_client` and `batch` are for many at a
+Of its modules read `client` first, then `submitting` and `job`, `runs` for training and `stores`
+for rows that stay; `local` is a client without a box, `async_client` and `batch` are for many at a
 time, `errors` for whatever goes wrong, `losses` names the built-in ones. `settings` finds the box,
 `written_files` reads what a person wrote; `progress`, `html` and `printable` are what is shown,
 `spans` what is traced.

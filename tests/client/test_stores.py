@@ -142,6 +142,7 @@ def test_rows_in_sixteen_bits_are_rounded_once(client: GradClient) -> None:
 def test_an_id_comes_once(client: GradClient) -> None:
     store = client.store("once", model=MODEL)
     added(store, [1, 2, 3], seed=1)
+    two = samples(2, seed=2)
     for ids, message in (
         ([7, 3], "lacks, got 3 again"),
         ([7, 7], "each once, got 7 more"),
@@ -149,11 +150,9 @@ def test_an_id_comes_once(client: GradClient) -> None:
         ([21, 22, 23], "one for each of 2 samples"),
     ):
         with pytest.raises(InvalidInputs, match=message):
-            x = samples(2, seed=2)
-            store.add(inputs=[x], loss=loss, loss_inputs={"labels": targets(2)}, ids=ids)
+            store.add(inputs=[two], loss=loss, loss_inputs={"labels": targets(2)}, ids=ids)
     with pytest.raises(InvalidInputs, match="loss: expected that of the rows"):
-        x = samples(2, seed=2)
-        store.add(inputs=[x], loss=lambda z: z.square().sum(1), ids=[8, 9])
+        store.add(inputs=[two], loss=lambda z: z.square().sum(1), ids=[8, 9])
     assert store.refresh().num_rows == 3
     added(store, [7, 8, 9], seed=2)
     assert store.ids() == [1, 2, 3, 7, 8, 9]
