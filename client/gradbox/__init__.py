@@ -8,10 +8,10 @@
 Importing this package loads neither torch nor anything that reads a network or a file.
 
 Of its modules read `client` first, then `submitting` and `job`, `runs` for training and `stores`
-for rows that stay; `local` is a client without a box, `async_client` and `batch` are for many at a
-time, `errors` for whatever goes wrong, `losses` names the built-in ones. `settings` finds the box,
-`written_files` reads what a person wrote; `progress`, `html` and `printable` are what is shown,
-`spans` what is traced.
+for rows that stay; `local` is a client without a box, `estimate` says beforehand what a job would
+take, `async_client` and `batch` are for many at a time, `errors` for whatever goes wrong, `losses`
+names the built-in ones. `settings` finds the box, `written_files` reads what a person wrote;
+`progress`, `html` and `printable` are what is shown, `spans` what is traced.
 """
 
 from importlib import import_module
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from gradbox.computations import MixedGradient as MixedGradient
     from gradbox.computations import Penalty as Penalty
     from gradbox.computations import PerSampleGradient as PerSampleGradient
+    from gradbox.estimate import Estimate as Estimate
     from gradbox.http.connection import Retry as Retry
     from gradbox.http.events import JobEvent as JobEvent
     from gradbox.inputs.packing import Packed as Packed
@@ -96,6 +97,7 @@ _LAZY = {
     "Batch": "gradbox.batch",
     "Builtin": "gradbox.computations",
     "Cotangents": "gradbox.computations",
+    "Estimate": "gradbox.estimate",
     "Forward": "gradbox.computations",
     "GradClient": "gradbox.client",
     "GradResult": "gradbox.results.result",

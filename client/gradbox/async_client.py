@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Generator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
@@ -32,6 +32,9 @@ from gradbox.http.events import JobEvent
 from gradbox.job import QUICK_S, Job, in_thread
 from gradbox.protocol import JobList, JobState, JobView, ModelView
 from gradbox.results.result import GradResult
+
+if TYPE_CHECKING:
+    from gradbox.estimate import Estimate
 
 
 class AsyncGradClient:
@@ -92,6 +95,10 @@ class AsyncGradClient:
         """
         job = await self._sent(computation, progress, wait_s=QUICK_S)
         return await AsyncJob(job).result(progress=progress)
+
+    async def estimate(self, computation: Computation, *, progress: bool | None = None) -> Estimate:
+        """Say what a job would take, as `GradClient.estimate` does."""
+        return await asyncio.to_thread(self._client.estimate, computation, progress=progress)
 
     async def job(self, job_id: str) -> AsyncJob:
         """Return a handle on a job, as `GradClient.job` does.

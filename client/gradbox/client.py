@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from gradbox.computations.computation import OfARun
+    from gradbox.estimate import Estimate
     from gradbox.protocol.options import Mode, Precision
     from gradbox.protocol.stores import RowDtype
     from gradbox.remote.model import RemoteModel
@@ -182,6 +183,37 @@ class GradClient:
         """
         answered = self._submitter.submit(computation, progress=progress, wait_s=QUICK_S)
         return self._handle(answered).result(progress=progress)
+
+    def estimate(self, computation: Computation, *, progress: bool | None = None) -> Estimate:
+        """Say what a job would take: whether it fits, memory, seconds, bytes, and the wait.
+
+            print(client.estimate(Gradient(model="minilm", inputs=shards, loss=info_nce)))
+
+        A short job measures it: it runs the largest shard of each group forward and backward, the
+        loss at its full size, and counts the rest. It uploads what `submit` would, so that the job
+        itself then uploads nothing. The box keeps what it learns of a model and shapes for a month:
+        the receipt of a job like this one has the estimate beside the truth, and a job that cannot
+        fit is refused when it is submitted.
+
+        Of a training step it is `run.estimate(...)`.
+
+        Args:
+            computation: as for `submit`, with its loss; no `Gradient` at `Cotangents`.
+            progress: as for `submit` and `Job.wait`.
+
+        Raises:
+            InvalidJob, Unauthorized, ServiceUnavailable: as for `submit`.
+            JobFailed: the computation fails on these shards, as the job would.
+        """
+        from gradbox.estimate import ask
+
+        return ask(
+            computation,
+            connection=self._connection,
+            submitter=self._submitter,
+            handle=self._handle,
+            progress=progress,
+        )
 
     def batch(self) -> Batch:
         """Return a context in which many jobs are submitted at a time; see `Batch`."""

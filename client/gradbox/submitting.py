@@ -28,22 +28,32 @@ class Submitter:
         self._known = KnownTensors()
 
     def submit(
-        self, computation: Computation, *, progress: bool | None, wait_s: int = 0
+        self,
+        computation: Computation,
+        *,
+        progress: bool | None,
+        wait_s: int = 0,
+        estimate: bool = False,
     ) -> Answered:
         """Prepare a computation and send it.
 
         Args:
             wait_s: how long the box may wait for the job's end before it answers.
+            estimate: whether the job is to say what it would take, and no more.
 
         Raises:
             GradboxError: as for `prepared` and `Poster.send`.
         """
+
+        def sent(submission: Submission) -> Answered:
+            asked = submission.estimating() if estimate else submission
+            return self.send(asked, progress=progress, wait_s=wait_s)
+
         submission = self.prepare(computation)
         try:
-            return self.send(submission, progress=progress, wait_s=wait_s)
+            return sent(submission)
         except MissingBlobs:
-            submission = self.prepare_again(computation, submission)
-            return self.send(submission, progress=progress, wait_s=wait_s)
+            return sent(self.prepare_again(computation, submission))
 
     def prepare(self, computation: Computation) -> Submission:
         """Return what is sent of a computation; large tensors that have changed travel together.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from gradbox.errors import JobTimedOut
-from gradbox.protocol import JobSpec, Problem, ResultView
+from gradbox.protocol import EstimateView, JobSpec, Problem, ResultView
 
 if TYPE_CHECKING:  # a worker's parent process loads no NumPy
     from gradbox.results.result_files import HeldTensors
@@ -35,6 +35,8 @@ class Work:
     # only tell one job's result from another's.
     in_memory: bool = False
     earlier_tensors: HeldTensors | None = None  # what `earlier_result` would hold, in memory
+    estimate: EstimateView | None = None  # what was kept of its like, for its receipt
+    ran_out_bytes: int | None = None  # what an estimate needed when memory ran out, at least
 
     @property
     def checkpoints(self) -> Path:
@@ -72,7 +74,8 @@ class Finished:
     Of a job in memory there is no file, and `tensors` are its result.
 
     Of a step, `step` is what its run's record takes; of a state that was saved, `saved_bytes` is
-    what its file takes; of rows for a store, `stored` is what its record takes.
+    what its file takes; of rows for a store, `stored` is what its record takes. `estimate` is what
+    a job has found that was to estimate one.
     """
 
     result: ResultView
@@ -81,6 +84,7 @@ class Finished:
     saved_bytes: int | None = None
     tensors: HeldTensors | None = None
     stored: StoredRows | None = None
+    estimate: EstimateView | None = None
 
 
 @dataclass(frozen=True)

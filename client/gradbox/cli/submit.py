@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -14,15 +15,24 @@ from gradbox.cli.result import OutputFile, check_folder, fetch
 from gradbox.client import GradClient
 from gradbox.computations import Cotangents
 from gradbox.errors import InvalidJob
+from gradbox.estimate import Estimate
 
 JobFile = Annotated[
     Path, typer.Argument(metavar="JOB.toml", help="the job; docs/cli.md says what it holds")
+]
+Ask = Annotated[
+    bool, typer.Option("--estimate", help="say what the job would take, and submit nothing")
 ]
 Wait = Annotated[bool, typer.Option("--wait", help="wait until the job is over")]
 
 
 def run(
-    job_file: JobFile, *, wait: Wait = False, output: OutputFile = None, json: AsJson = False
+    job_file: JobFile,
+    *,
+    estimate: Ask = False,
+    wait: Wait = False,
+    output: OutputFile = None,
+    json: AsJson = False,
 ) -> int:
     """Submit the job and print its id; with -o wait for it and fetch its result."""
     if output is not None and not check_folder(output):
@@ -33,6 +43,8 @@ def run(
         if isinstance(continued, Cotangents):
             continued.forward = find_job(client, continued.forward).id
         try:
+            if estimate:
+                return say_estimate(client.estimate(computation), json=json)
             job = client.submit(computation)
         except InvalidJob as error:
             error.args = (f"{job_file}: {error}",)
@@ -52,3 +64,12 @@ def run(
         if json:
             say_json(job.view.model_dump(mode="json"))
         return say_how_it_ended(job.view)
+
+
+def say_estimate(estimate: Estimate, *, json: bool) -> int:
+    """Print what a job would take; return 0 if it fits, else 1."""
+    if json:
+        say_json(asdict(estimate))
+    else:
+        say(str(estimate))
+    return 0 if estimate.fits else 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
@@ -63,6 +63,19 @@ class Submission:
     def of(cls, spec: Posted, uploads: Uploads, *, path: str = JOBS) -> Submission:
         """Return the submission of a spec and what was collected for it."""
         return cls(spec, uploads.blobs, tuple(uploads.large), path)
+
+    def estimating(self) -> Submission:
+        """Return the submission of a job that says what this one would take, and does no more.
+
+        Raises:
+            InvalidJob: this one is at cotangents, and what it takes was decided before.
+        """
+        if "estimate" not in type(self.spec).model_fields:
+            raise InvalidJob(
+                "estimate: expected a computation with its loss, got one at Cotangents, whose "
+                "forward job has run by now: estimate the Gradient with a loss of its outputs"
+            )
+        return replace(self, spec=self.spec.model_copy(update={"estimate": True}))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

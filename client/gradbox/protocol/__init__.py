@@ -88,6 +88,7 @@ from gradbox.protocol.stores import StoreView as StoreView
 from gradbox.protocol.views import JOB_AND_RESULT as JOB_AND_RESULT
 from gradbox.protocol.views import BlobList as BlobList
 from gradbox.protocol.views import BlobView as BlobView
+from gradbox.protocol.views import EstimateView as EstimateView
 from gradbox.protocol.views import ExampleInput as ExampleInput
 from gradbox.protocol.views import ExampleView as ExampleView
 from gradbox.protocol.views import JobList as JobList

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from gradbox.protocol.views import View
+from gradbox.protocol.views import EstimateView, View
 
 
 class Seconds(View):
@@ -70,6 +70,7 @@ class Receipt(View):
     rates of the optimizer's groups. Of a job on a run's weights, `state_run` and `state_step` say
     which they were.
     `peak_memory_bytes` is the process's peak on a CPU (model included), the allocator's on CUDA.
+    `estimate` is what was measured of the like of the job before, if that was kept.
     """
 
     protocol: int
@@ -128,3 +129,4 @@ class Receipt(View):
     memory_before_bytes: int
     attempts: int = 1
     resumed: int = 0
+    estimate: EstimateView | None = None

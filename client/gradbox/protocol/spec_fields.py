@@ -184,7 +184,8 @@ class StateRef(Wire, frozen=True):
 class SharedSpec(Wire, JobOptions, frozen=True):
     """The fields of every computation: its options, and what the model is called with.
 
-    `state` is a run whose weights and buffers are laid over the model's, before `weights`.
+    `state` is a run whose weights and buffers are laid over the model's, before `weights`. With
+    `estimate` the job measures what it would take, on a few of its shards, and computes no more.
     """
 
     protocol: Annotated[Literal[1], NUMBER] = PROTOCOL
@@ -193,6 +194,7 @@ class SharedSpec(Wire, JobOptions, frozen=True):
     readout: TracedFunction | None = None
     weights: Entries[str, ConstantRef] = {}
     state: StateRef | None = None
+    estimate: StrictBool = False
 
 
 class DifferentiatedSpec(SharedSpec, GradientOptions, frozen=True):

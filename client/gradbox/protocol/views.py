@@ -148,6 +148,34 @@ class ResultView(View):
     sha256: str
 
 
+class EstimateView(View):
+    """What a job takes, as it was measured on a few of its shards.
+
+    `peak_bytes` is the memory's peak with one shard's graph at a time (retain=0), the process's
+    whole memory on a CPU, and `peak_retained_bytes` that with the graphs of `shards_retained` kept,
+    as the job's own `retain` has them; `before_bytes` of it were taken before the job began. The
+    job `fits` where the first is at most `most_bytes`, which is what the device had for it then.
+    Where memory ran out already, it is at least `peak_bytes`, and `seconds` is None.
+
+    `seconds` are those on the device, without queue, loading of the model and inputs.
+    `upload_bytes` are the tensors that the job names, `result_bytes` those of its result. `device`
+    had `device_bytes` of memory in all. `advice` says in words what to change.
+    """
+
+    fits: bool
+    peak_bytes: int
+    peak_retained_bytes: int
+    before_bytes: int
+    most_bytes: int
+    device: str
+    device_bytes: int
+    seconds: float | None = None
+    shards_retained: int | None = None
+    upload_bytes: int = 0
+    result_bytes: int = 0
+    advice: str = ""
+
+
 class JobView(View):
     """One job. Times are seconds since 1970, UTC. `progress` is complete where it is done.
 
@@ -156,6 +184,8 @@ class JobView(View):
     how long it will wait. They are there within a second of asking for the first time.
     `hold` says why no waiting job is handed to a worker: the box's owner paused or drains it.
     `traceparent` is the parent of the job's spans, see `gradbox.spans`.
+    `estimate` is what the job has found that is to estimate one, and of another job the estimate
+    that was kept of its like when it was accepted.
     """
 
     id: JobId
@@ -179,6 +209,7 @@ class JobView(View):
     error: Problem | None = None
     result: ResultView | None = None
     traceparent: str | None = None
+    estimate: EstimateView | None = None
 
     def waits_for(self) -> str:
         """Say how many jobs of whom run or come before this one: "2 of ann, 1 of bob"."""

@@ -42,6 +42,7 @@ from gradbox.submitting import Submitter
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from gradbox.estimate import Estimate
     from gradbox.runs.model import RunModel
     from gradbox.runs.plot import Curve
 
@@ -205,6 +206,33 @@ class TrainRun:
         """
         update = {"lr": plain(lr), "clip_norm": clip_norm, "clip_value": clip_value}
         return self._step(progress, inputs=inputs, loss=loss, **update, **options)
+
+    def estimate(
+        self,
+        inputs: Any,
+        loss: Loss,
+        *,
+        progress: bool | None = None,
+        **options: Unpack[StepKeywords],
+    ) -> Estimate:
+        """Say what the next step would take, which is not made: see `GradClient.estimate`.
+
+        Args:
+            inputs: as for `step`.
+            loss: as for `step`; no `Cotangents`.
+            progress: as for `step`.
+            options: as for `step`.
+
+        Raises:
+            InvalidJob: the step cannot be made as it is; the subclass says why.
+            JobFailed: it fails on these shards, as the step would.
+        """
+        from gradbox.estimate import ask
+
+        computation = StepGradient.of(
+            self._view, self.num_steps + 1, inputs=inputs, loss=loss, **options
+        )
+        return ask(computation, progress=progress, **vars(self._client))
 
     def apply(
         self,

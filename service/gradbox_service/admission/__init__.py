@@ -17,6 +17,7 @@ To read in this order:
     parameters, functions    do names in `wrt` and `weights`, and graphs
     gradient, per_sample, mixed_gradient    what one computation alone has to fulfil
     run_state                which weights a job on those of a run has
+    estimate                 what was measured of a job's like, and does that fit the box
     earlier_job              a job that this one reads: the rows of `against`, for one
     forward_job              cotangents, and the job whose outputs they belong to
 """

@@ -8,6 +8,7 @@ from typing import Any, Final, Protocol
 
 from gradbox.errors import InvalidInputs
 from gradbox.protocol import (
+    EstimateView,
     ForwardSpec,
     GradientSpec,
     JacobianSpec,
@@ -22,6 +23,7 @@ from gradbox.protocol import (
     StoreRowsSpec,
 )
 from gradbox_service.admission import gradient, mixed_gradient, per_sample
+from gradbox_service.admission.estimate import check_fits, estimate_key, may_be_estimated
 from gradbox_service.admission.functions import check_readout
 from gradbox_service.admission.model import check_groups, find_model
 from gradbox_service.admission.parameters import check_weights, check_wrt
@@ -32,6 +34,7 @@ from gradbox_service.admission.tensors import (
     shared_references,
 )
 from gradbox_service.fleet import Fleet, WorkerPresence
+from gradbox_service.store.estimates import Estimates
 
 
 class Check(Protocol):
@@ -67,23 +70,50 @@ OWN: Final[Mapping[type[SharedSpec], Own]] = {
 }
 
 
+@dataclass(frozen=True)
+class AdmittedJob:
+    """What is known of a job that the box can run.
+
+    Attributes:
+        estimate: what was measured of its like, if that was kept.
+        estimate_key: under which what it finds is to be kept, of a job that estimates.
+    """
+
+    model: ModelView
+    estimate: EstimateView | None = None
+    estimate_key: str = ""
+
+
 def admit(
-    spec: JobSpec, *, workers: Sequence[WorkerPresence], fleet: Fleet, blobs: Headers
-) -> ModelView:
-    """Return the model that the job will run on.
+    spec: JobSpec,
+    *,
+    workers: Sequence[WorkerPresence],
+    fleet: Fleet,
+    blobs: Headers,
+    estimates: Estimates,
+) -> AdmittedJob:
+    """Return the model that the job will run on, and what was measured of its like.
 
     Raises:
+        OutOfMemory: by that it fits no device of this box.
         UnknownModel: see `find_model`.
         ServiceUnavailable: no worker has said yet which models there are.
         InvalidJob: see `check_fit`.
     """
     model = find_model(spec.model, workers=workers, fleet=fleet)
-    check_fit(spec, model=model, blobs=blobs)
-    return model
+    tensors = check_fit(spec, model=model, blobs=blobs)
+    if not may_be_estimated(spec) or not (spec.estimate or estimates.any()):
+        return AdmittedJob(model)
+    key = estimate_key(spec, model=model, tensors=tensors)
+    if spec.estimate:
+        return AdmittedJob(model, estimate_key=key)
+    kept = estimates.find(key)
+    check_fits(kept, workers=workers)
+    return AdmittedJob(model, kept)
 
 
-def check_fit(spec: JobSpec, *, model: ModelView, blobs: Headers) -> None:
-    """Check a job against the model that it will run on, wherever that is.
+def check_fit(spec: JobSpec, *, model: ModelView, blobs: Headers) -> TensorHeaders:
+    """Check a job against the model that it will run on, wherever that is; return its headers.
 
     Raises:
         MissingBlobs: not every blob is there that the job names.
@@ -101,6 +131,7 @@ def check_fit(spec: JobSpec, *, model: ModelView, blobs: Headers) -> None:
     check_readout(spec)
     check_weights(spec, model=model, tensors=tensors)
     own.check(spec, model=model, tensors=tensors)
+    return tensors
 
 
 def _check_group_names(spec: JobSpec) -> None:

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from io import BytesIO
 from typing import Final
 
@@ -27,7 +28,6 @@ from gradbox.protocol import (
     CotangentStepSpec,
     GradientSpec,
     JobSpec,
-    ModelView,
     OperationMode,
     SetLossSpec,
     StateSpec,
@@ -39,7 +39,7 @@ from gradbox.protocol import (
 )
 from gradbox.tensors.safetensors_header import SafetensorsHeader, header_of
 from gradbox_service.accounting.blob_owners import OwnBlobs
-from gradbox_service.admission.admit import admit
+from gradbox_service.admission.admit import AdmittedJob, admit
 from gradbox_service.admission.earlier_job import FACTORED_ROWS, check_against, result_header
 from gradbox_service.admission.forward_job import ForwardJob, forward_job
 from gradbox_service.admission.limits import (
@@ -244,7 +244,8 @@ def queue(
         at.under_way.posting(owner),
     ):
         workers = standing.workers
-        model = _admitted(spec, forward, sent=headers, owner=owner, workers=workers, box=box)
+        admitted = _admitted(spec, forward, sent=headers, owner=owner, workers=workers, box=box)
+        model = admitted.model
         record = JobRecord(
             id=uuid.uuid4().hex,
             owner=owner,
@@ -259,6 +260,8 @@ def queue(
             max_attempts=settings.max_attempts,
             idempotency_key=sent.idempotency_key or "",
             traceparent=sent.traceparent,
+            estimate=admitted.estimate,
+            estimate_key=admitted.estimate_key,
         )
         more = beside(record.id)
 
@@ -320,19 +323,20 @@ def _admitted(
     owner: str,
     workers: Sequence[WorkerPresence],
     box: Backing,
-) -> ModelView:
-    """Return the model that the job will run on."""
+) -> AdmittedJob:
+    """Return the model that the job will run on, and what was measured of its like."""
     own = OwnBlobs(owner, blobs=box.blobs, owners=box.owners, sent=sent)
+    admitting = partial(admit, spec, fleet=box.fleet, blobs=own, estimates=box.results.estimates)
     try:
         try:
-            model = admit(spec, workers=workers, fleet=box.fleet, blobs=own)
+            admitted = admitting(workers=workers)
         except UnknownModel:  # what is known of workers may be a second old
-            model = admit(spec, workers=box.fleet.workers(), fleet=box.fleet, blobs=own)
+            admitted = admitting(workers=box.fleet.workers())
     except UnknownModel as error:
         if forward is None:
             raise
         raise forward.outlived() from error
-    rows = check_against(spec, model=model, owner=owner, records=box.records)
+    rows = check_against(spec, model=admitted.model, owner=owner, records=box.records)
     if rows is not None:
         result_header(rows, where="against", kind=FACTORED_ROWS, box=box)
     if forward is not None:
@@ -340,4 +344,4 @@ def _admitted(
         assert isinstance(spec.loss, CotangentsLoss)
         forward.check_kept(box=box)
         forward.check(spec.loss, blobs=own)
-    return model
+    return admitted

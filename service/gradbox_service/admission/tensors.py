@@ -89,6 +89,16 @@ class TensorHeaders:
             )
         return found
 
+    def forms(self, reference: TensorRef | ShardRef) -> str:
+        """Return names, dtypes and shapes of what a reference names, for comparison alone."""
+        header = self._headers[reference.blob]
+        if isinstance(reference, TensorRef):
+            names, prefix = [reference.tensor], reference.tensor
+        else:
+            names, prefix = sorted(header.names_under(reference.prefix)), reference.prefix
+        found = [(name.removeprefix(prefix), header.tensors[name]) for name in names]
+        return " ".join(f"{name}:{entry.dtype}{list(entry.shape)}" for name, entry in found)
+
     def arguments(self, shard: ShardRef, *, where: str) -> list[str]:
         """Return the names of a shard's arguments, in no particular order.
 

@@ -108,6 +108,8 @@ def post_step(body: bytes, run_id: str, number: int, *, sent: Sent, at: Admissio
         posted = parse_posted(completed(document, run, number))
         assert isinstance(posted, StepSpec | CotangentStepSpec)
         check_limits(posted, caller=sent.caller, settings=at.settings)
+        if isinstance(posted, StepSpec) and posted.estimate:
+            return queue(posted, digest=spec_digest(posted), sent=sent, at=at, run=run)
         content = spec_digest(posted)
         earlier = earlier_job(run, number, digest=content, runs=box.runs, records=box.records)
         if earlier is not None:

@@ -19,7 +19,14 @@ from dataclasses import dataclass, field, fields, replace
 from pydantic import TypeAdapter
 
 from gradbox.errors import WorkerLost
-from gradbox.protocol import JobState, JobView, Problem, ProgressView, ResultView
+from gradbox.protocol import (
+    EstimateView,
+    JobState,
+    JobView,
+    Problem,
+    ProgressView,
+    ResultView,
+)
 
 MAX_ATTEMPTS = 3
 VERSION = 1
@@ -108,6 +115,10 @@ class JobRecord:
     # Handed out as it was posted, and nothing is said of it yet: that is a worker's who looks after
     # it, or its end comes first.
     unsaid: bool = False
+    # What was kept of its like when it was accepted; of a job that estimates, what it has found.
+    estimate: EstimateView | None = None
+    # Under which a job that estimates keeps that.
+    estimate_key: str = ""
     # Of this class; a record of a later one is not read.
     version: int = VERSION
 
@@ -144,8 +155,19 @@ class JobRecord:
         """Let those who watch the job know that the attempt runs, if they don't."""
         return replace(self, unsaid=False) if self.unsaid and self.held_by(attempt) else None
 
-    def finish(self, *, attempt: int, result: ResultView, now_s: float) -> JobRecord | None:
-        """End the job with a result file that is in its place, and with all its shards done."""
+    def finish(
+        self,
+        *,
+        attempt: int,
+        result: ResultView,
+        now_s: float,
+        estimate: EstimateView | None = None,
+    ) -> JobRecord | None:
+        """End the job with a result file that is in its place, and with all its shards done.
+
+        Args:
+            estimate: what it has found, if it was to estimate a job.
+        """
         if not self.held_by(attempt):
             return None
         progress = self.progress
@@ -153,7 +175,12 @@ class JobRecord:
             # The worker notes progress now and then, and the last shards not always.
             progress = progress.model_copy(update={"done": progress.total, "seconds_left": None})
         return replace(
-            self, state=JobState.DONE, result=result, finished_s=now_s, progress=progress
+            self,
+            state=JobState.DONE,
+            result=result,
+            finished_s=now_s,
+            progress=progress,
+            estimate=estimate or self.estimate,
         )
 
     def fail(self, *, attempt: int, error: Problem, now_s: float) -> JobRecord | None:

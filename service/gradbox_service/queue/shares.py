@@ -121,7 +121,9 @@ class Durations:
             self._means[kind] = mean + NEWEST_FRACTION * (seconds - mean)
 
     def expected_s(self, record: JobRecord) -> float:
-        """Return what a job will take, by the closest kind of which one has ended."""
+        """Return what a job will take: as estimated, or by the closest kind that has ended."""
+        if record.estimate is not None and record.estimate.seconds is not None:
+            return record.estimate.seconds
         for kind in _kinds(record):
             if kind in self._means:
                 return self._means[kind]

@@ -17,6 +17,7 @@ from typing import BinaryIO, Final
 import redis
 from redis.client import Pipeline
 
+from gradbox_service.store.estimates import Estimates
 from gradbox_service.store.files import (
     FileUse,
     files_of,
@@ -103,6 +104,11 @@ class ResultStore:
     def checkpoints(self) -> Path:
         """The folder of the states from which jobs that were interrupted go on."""
         return self.data / "checkpoints"
+
+    @property
+    def estimates(self) -> Estimates:
+        """What was measured of jobs, in a folder beside."""
+        return Estimates(self._root.with_name("estimates"))
 
     def remove_checkpoint(self, job_id: str) -> None:
         """Remove a job's state, whichever attempt wrote it: the job has ended."""

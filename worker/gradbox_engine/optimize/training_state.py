@@ -95,6 +95,10 @@ class TrainingState:
         """
         self._choice.check_groups([*self._masters, *more])
 
+    def alike(self, parameters: Mapping[str, Tensor]) -> TrainingState:
+        """Return the state of a run of the same optimizer at step 0, of these parameters."""
+        return TrainingState(parameters, self._choice)
+
     def adopt(self, parameters: Mapping[str, Tensor]) -> None:
         """Train these as well from now on: those of a loss, when it first comes.
 

@@ -31,6 +31,7 @@ from gradbox.tensors.blob import Blob
 from gradbox_engine import CoupledShards, DeviceLost, Observer
 from gradbox_service.store import SMALL_BYTES, Room
 from gradbox_worker.computations import (
+    estimate,
     forward,
     gradient,
     mixed_gradient,
@@ -44,7 +45,11 @@ from gradbox_worker.computations.identity import device_name
 from gradbox_worker.computations.job import Compute, LoadedJob
 from gradbox_worker.computations.kept_graphs import KeptGraphs
 from gradbox_worker.computations.leading import ALONE, Leading
-from gradbox_worker.computations.memory import PeakMemory, default_result_memory_bytes
+from gradbox_worker.computations.memory import (
+    PeakMemory,
+    default_result_memory_bytes,
+    used_bytes,
+)
 from gradbox_worker.computations.memory_limit import MemoryLimit
 from gradbox_worker.computations.phases import (
     MODEL_LOAD,
@@ -174,7 +179,11 @@ class Execution:
                 wanted = wanted_bytes(error)
                 crowded = crowded or (self.runs is not None and self.runs.free(but=run))
                 if not (crowded or self._models_are_in_the_way(wanted)):
-                    raise
+                    if not work.spec.estimate or work.ran_out_bytes is not None:
+                        raise
+                    needed = used_bytes(*registry.devices) + wanted
+                    work = replace(work, ran_out_bytes=needed)
+                    continue
             # Outside the handler, for its traceback holds on to the failed run's tensors.
             if crowded:
                 crowded, others = False, "the graphs of other jobs and the states of other runs"
@@ -204,6 +213,7 @@ class Execution:
             rows = leading.begin(result_file)
             loaded = self.registry.get(work.model, work.model_version)
             phases.enter(READ_INPUTS)
+            most_bytes = self._most_bytes(work) if work.spec.estimate else 0
             held = nullcontext() if self.limit is None else self.limit.held()
             with held, BlobTensors(self.blobs, device=device) as tensors:
                 peak = PeakMemory(*loaded.devices)
@@ -222,9 +232,13 @@ class Execution:
                 job = state.on_run(job, self.runs)
                 load_s = time.perf_counter() - began
                 with self._state_settled(job):
-                    computed = COMPUTATIONS[type(work.spec)](job, work.spec)
+                    compute = COMPUTATIONS[type(work.spec)]
+                    if work.spec.estimate:
+                        computed = estimate.measured(job, compute, most_bytes=most_bytes)
+                    else:
+                        computed = compute(job, work.spec)
                     phases.enter(WRITE_RESULT)
-                    facts = {**computed.facts, **state.state_facts(job)}
+                    facts = {"estimate": work.estimate, **computed.facts, **state.state_facts(job)}
                     written = commit(
                         result_file,
                         replace(computed, facts=facts),
@@ -246,7 +260,13 @@ class Execution:
             saved_bytes=computed.saved_bytes,
             tensors=written.tensors,
             stored=computed.stored,
+            estimate=computed.facts.get("estimate"),
         )
+
+    def _most_bytes(self, work: Work) -> int:
+        """Return what may be in memory while a job runs, if it may drop other models."""
+        limit = self.limit or MemoryLimit(*self.registry.devices)
+        return limit.most_bytes() + self.registry.idle_bytes(but=work.model)
 
     def _place(self) -> ResultPlace:
         """Return where the result goes."""

@@ -39,6 +39,7 @@ class LoadedJob:
         checkpointed: whether its state is written at `checkpoints` and read there.
         leading: which devices run its ranges; for the one alone that leads them.
         run: on whose state it runs, which `loaded` and `weights` are of; None is none.
+        held_groups: the shards that run in two phases; of all but an estimate these are `groups`.
     """
 
     work: Work
@@ -58,6 +59,7 @@ class LoadedJob:
     checkpointed: bool = True
     leading: Leading = ALONE
     run: HeldRun | None = None
+    held_groups: list[Group] | None = None
 
     @classmethod
     def of(

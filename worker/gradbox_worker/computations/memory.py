@@ -8,6 +8,8 @@ process's since its start, which is too high when an earlier job needed more.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import resource
 import sys
@@ -56,6 +58,16 @@ class PeakMemory:
         if self._gpus:
             return sum(map(torch.cuda.max_memory_allocated, self._gpus)), self._before_bytes
         return status_bytes("VmHWM") or _highest_resident_bytes(), self._before_bytes
+
+
+def give_back_free_memory() -> None:
+    """Return to the system what C's allocator has kept of freed memory, where that is glibc's.
+
+    Without it a process's resident set has the peak of earlier jobs, which new ones use again.
+    """
+    gc.collect()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def used_bytes(*devices: torch.device) -> int:

@@ -57,6 +57,13 @@ class MemoryLimit:
         _, most = resource.getrlimit(resource.RLIMIT_DATA)
         return most != resource.RLIM_INFINITY and private_bytes() + self._job_bytes > most
 
+    def most_bytes(self) -> int:
+        """Return what may be in the device's memory, as `PeakMemory` counts, while a job runs."""
+        used, all_bytes = used_bytes(*self._devices), memory_bytes(*self._devices)
+        if self._device.type == "cpu":
+            return min(all_bytes, used + self._host_bytes())
+        return all_bytes if self._job_bytes is None else min(all_bytes, used + self._job_bytes)
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """Hold the process to the limit until the context ends."""

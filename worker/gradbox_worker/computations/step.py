@@ -117,14 +117,8 @@ def _make(
         of_run = spec.model_copy(update={"wrt": held.wrt})
         answer = cotangents.gradient(job, of_run, spec.loss)
     else:
-        own = dict(state.weights)
         of_loss = {n: b.clone() for n, b in state.buffers.items() if n.startswith(OF_LOSS)}
-        own |= {f"loss.{name.removeprefix(OF_LOSS)}": buffer for name, buffer in of_loss.items()}
-        loss = gradient_loss(spec, job.tensors, device=job.device, own=own)
-        posted = {n: p for n, p in loss.objective.parameters.items() if n not in own}
-        returns = sorted({*spec.returns, "buffers"})
-        of_run = spec.model_copy(update={"wrt": held.wrt, "returns": returns})
-        answer = gradient.gradient(job, of_run, loss)
+        answer, loss, posted = _set_gradient(job, held, spec, of_loss)
         buffers = _changed(held.module, answer.buffers or {})
         buffers |= of_loss | {f"{OF_LOSS}{name}": b for name, b in loss.buffers().items()}
     if state.num_steps == 0:  # all that the run trains is known now
@@ -146,6 +140,35 @@ def _make(
         raise
     state.buffers = buffers
     return answer, loss, updated
+
+
+def _set_gradient(
+    job: LoadedJob, held: HeldRun, spec: StepSpec, of_loss: Mapping[str, Tensor]
+) -> tuple[SetGradient, Loss, dict[str, Tensor]]:
+    """Compute a step's gradient.
+
+    Args:
+        of_loss: the state's buffers of the loss, which that may change.
+
+    Returns:
+        And the loss, and those of its parameters that the state does not have yet.
+    """
+    own = dict(held.state.weights)
+    own |= {f"loss.{name.removeprefix(OF_LOSS)}": buffer for name, buffer in of_loss.items()}
+    loss = gradient_loss(spec, job.tensors, device=job.device, own=own)
+    posted = {n: p for n, p in loss.objective.parameters.items() if n not in own}
+    returns = sorted({*spec.returns, "buffers"})
+    of_run = spec.model_copy(update={"wrt": held.wrt, "returns": returns})
+    return gradient.gradient(job, of_run, loss), loss, posted
+
+
+def gradient_alone(job: LoadedJob, spec: StepSpec) -> Computed:
+    """Return a step's gradient, of which nothing becomes; the run's state stays."""
+    assert job.run is not None
+    buffers = job.run.state.buffers
+    of_loss = {n: b.clone() for n, b in buffers.items() if n.startswith(OF_LOSS)}
+    answer, loss, _ = _set_gradient(job, job.run, spec, of_loss)
+    return gradient.computed(answer, spec, loss)
 
 
 def _changed(module: nn.Module, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -169,8 +169,8 @@ class BlobTensors:
         Args:
             blobs: where they are stored; or those that a client of this process hands over.
         """
-        self._blobs = blobs
-        self._device = device
+        self.blobs = blobs
+        self.device = device
         self._open: OrderedDict[str, _Blob] = OrderedDict()
 
     def __enter__(self) -> BlobTensors:
@@ -188,7 +188,7 @@ class BlobTensors:
             BlobRejected: it ends early, or has a dtype that torch lacks.
             InvalidInputs: it has no tensor of that name.
         """
-        return self._having(ref).read(ref.tensor).to(self._device)
+        return self._having(ref).read(ref.tensor).to(self.device)
 
     def shared(self, ref: TensorRef) -> Tensor:
         """Return one tensor on the host, in memory that is not its own: to be copied at once.
@@ -208,7 +208,7 @@ class BlobTensors:
             BlobRejected: it ends early, or has a dtype that torch lacks.
             InvalidInputs: it has no tensor whose name begins with the prefix.
         """
-        blob, pinned = self._blob(ref.blob), self._device.type == "cuda"
+        blob, pinned = self._blob(ref.blob), self.device.type == "cuda"
         return {
             name.removeprefix(ref.prefix): blob.read(name, pinned=pinned)
             for name in _names_under(ref, blob)
@@ -226,6 +226,14 @@ class BlobTensors:
             )
             for name in _names_under(ref, blob)
         }
+
+    def num_bytes(self, digest: str) -> int:
+        """Return how many bytes the tensors of a blob have.
+
+        Raises:
+            MissingBlobs: the blob is not stored, or damaged.
+        """
+        return max((entry.end for entry in self._blob(digest).entries.values()), default=0)
 
     def shards(self, refs: Sequence[ShardRef]) -> LazyShards:
         """Return the shards as a sequence that reads each one when it is asked for."""
@@ -251,7 +259,7 @@ class BlobTensors:
         return blob
 
     def _opened(self, digest: str) -> _Blob:
-        stored = self._blobs
+        stored = self.blobs
         if isinstance(stored, Mapping):
             return _HandedOver(stored[digest])
         content = stored.small(digest)

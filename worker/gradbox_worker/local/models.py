@@ -151,6 +151,10 @@ class LiveModel:
         """Return that no other model could make room."""
         return 0
 
+    def idle_bytes(self, *, but: str) -> int:
+        """Return that no other model could make room."""
+        return 0
+
     def drop_idle(self, *, but: str, wanted_bytes: int) -> list[str]:
         """Drop nothing."""
         return []

@@ -65,6 +65,9 @@ class Models(Protocol):
     def num_idle(self, *, but: str) -> int:
         """Return how many models are on the device that a job on the model `but` does not need."""
 
+    def idle_bytes(self, *, but: str) -> int:
+        """Return how many bytes of weights these have."""
+
     def drop_idle(self, *, but: str, wanted_bytes: int) -> list[str]:
         """Drop models that a job does not need; see `Registry.drop_idle`."""
 
@@ -162,6 +165,10 @@ class Registry:
     def num_idle(self, *, but: str) -> int:
         """Return how many models are on the device that a job on the model `but` does not need."""
         return len(self._loaded.keys() - {but})
+
+    def idle_bytes(self, *, but: str) -> int:
+        """Return how many bytes of weights these have."""
+        return sum(size for name, size in self.sizes_bytes().items() if name != but)
 
     def drop_idle(self, *, but: str, wanted_bytes: int) -> list[str]:
         """Drop models that a job does not need, the least recently used first.

@@ -186,6 +186,9 @@ class Attempts:
         if not isinstance(outcome, Finished):
             return Beside()
         of_run, content = self._of_run(after, outcome), outcome.content
+        if after.estimate_key and outcome.estimate is not None:
+            # Before its owner hears of it, who may submit the job at once.
+            self.results.estimates.keep(after.estimate_key, outcome.estimate)
 
         def write(pipe: Pipeline) -> None:
             of_run.write(pipe)
@@ -395,6 +398,7 @@ class TurnRunner:
             queued_s=max(0.0, (record.started_s or record.created_s) - record.created_s),
             disk_reserve_bytes=results.room.reserve_bytes,
             timed=timed,
+            estimate=record.estimate,
         )
         return self.device.run(work, supervision)
 
@@ -430,8 +434,10 @@ def _transition(
     """Return how the record is to change; None if the job is not ours any more."""
     attempt = record.attempt
     match outcome, stop_reason:
-        case Finished(result=result), _:
-            return lambda r: r.finish(attempt=attempt, result=result, now_s=time.time())
+        case Finished(result=result, estimate=estimate), _:
+            return lambda r: r.finish(
+                attempt=attempt, result=result, now_s=time.time(), estimate=estimate
+            )
         case Failed(problem=problem), _:
             return _failed(record, problem)
         case _, StopReason.CANCELLED:
