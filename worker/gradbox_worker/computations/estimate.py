@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -212,11 +213,11 @@ def _phases(job: LoadedJob, spec: JobSpec, computation: Compute) -> Found:
     graphs = [_graph_bytes(groups, made.saved_bytes, at) for at in of_parts[0]]
     last_is_kept = made.budget is not None and not isinstance(spec, ForwardSpec)
     kept = _kept(graphs[:-1] if last_is_kept else graphs, made.budget)
-    times = [shards.total(part, kept=kept, last_is_kept=last_is_kept) for part in of_parts]
+    total = partial(shards.total, kept=kept, last_is_kept=last_is_kept, kept_s=made.forward_s)
     num_kept = (len(kept) + last_is_kept) * len(parts)
     found = Found(
         peak_bytes=peak_bytes,
-        seconds=max(times) + computed.seconds.get("cotangents", 0.0),
+        seconds=max(map(total, of_parts)) + computed.seconds.get("cotangents", 0.0),
         result_bytes=sum(_result_bytes(job, computed.tensors).values()),
         retained_bytes=round(made.in_memory * sum(graphs[place] for place in kept)),
         shards_retained=None if made.budget is None else num_kept,
@@ -273,14 +274,31 @@ class ShardSeconds:
             [_linear(replay.get(group) or {0: 0.0}) for group in count],
         )
 
-    def total(self, positions: Sequence[Position], *, kept: Set[int], last_is_kept: bool) -> float:
-        """Return what shards take one after the other, some of whose graphs are kept."""
+    def total(
+        self,
+        positions: Sequence[Position],
+        *,
+        kept: Set[int],
+        last_is_kept: bool,
+        kept_s: Mapping[int, float],
+    ) -> float:
+        """Return what shards take one after the other, some of whose graphs are kept.
+
+        Args:
+            kept_s: what the first pass of a group's largest shard takes where its graph is kept.
+        """
         seconds = 0.0
         for place, at in enumerate(positions):
-            size = self.groups[at.group].sizes[at.shard]
+            sizes = self.groups[at.group].sizes
+            size = sizes[at.shard]
             once, again = self.forward[at.group](size), self.replay[at.group](size)
-            spared = place in kept or (last_is_kept and place == len(positions) - 1)
-            seconds += once + (max(0.0, again - once) if spared else again)
+            back = max(0.0, again - once)
+            if place in kept:
+                slower_s = max(0.0, kept_s.get(at.group, 0.0) - self.forward[at.group](max(sizes)))
+                seconds += once + slower_s * size / max(1, *sizes) + back
+            else:
+                is_last = last_is_kept and place == len(positions) - 1
+                seconds += once + (back if is_last else again)
         return seconds
 
 

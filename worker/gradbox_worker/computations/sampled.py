@@ -36,7 +36,7 @@ from gradbox_engine.ranges.one_device import done
 from gradbox_engine.replay.retention import GraphBudget, graph_budget
 from gradbox_engine.replay.saved_tensors import GraphSizes
 from gradbox_engine.replay.z import ShardRows
-from gradbox_engine.requests import Phase, Retain
+from gradbox_engine.requests import Phase, Retain, Silent
 from gradbox_engine.set_loss.held_passes import SetPasses
 from gradbox_worker.computations.dense_rows import RowsFile
 from gradbox_worker.computations.leading import Alone
@@ -131,11 +131,13 @@ class CountedGraphs:
     Attributes:
         saved_bytes: by group what the graph of its largest shard saves, as the engine counts it.
         in_memory: how much memory that takes, relative to it: allocations leave gaps.
+        forward_s: what its first pass takes where its graph is kept, in memory that is new then.
         budget: of all graphs, as the whole job has it; None where none is kept.
     """
 
     saved_bytes: Mapping[int, int] = field(default_factory=dict)
     in_memory: float = 1.0
+    forward_s: Mapping[int, float] = field(default_factory=dict)
     budget: GraphBudget | None = None
 
 
@@ -169,6 +171,7 @@ def counted_graphs(held: HeldJob, groups: Sequence[SampledGroup], retain: Retain
     budget.has_room()  # measures what is free, as before the first shard
     room, sizes = copy(budget), GraphSizes(ready, outlive_the_job=False)
     saved, all_bytes, alive = dict[int, int](), 0, list[object]()
+    forward_s: dict[int, float] = {}
     before_bytes = used_bytes(*devices)
     for _ in range(HELD_GRAPHS):
         for index, sampled in enumerate(groups):
@@ -177,16 +180,22 @@ def counted_graphs(held: HeldJob, groups: Sequence[SampledGroup], retain: Retain
                 continue
             ready.buffers.restore(ready.buffers.first)
             position = Position(index, 0)
+            watch = Stopwatch(Silent(), devices)
+            watch.step("forward", 0, 1)
             counted = sizes.counted(position, ready.feed.take(position))
+            watch.step("forward", 1, 1)
             if counted is None:  # no graph of this model is kept
                 return CountedGraphs()
+            if index in saved:  # else the call was counted, and the first
+                (taken_s,) = watch.seconds("forward")
+                forward_s[index] = min(taken_s, forward_s.get(index, math.inf))
             graph, saved[index] = counted
             all_bytes += saved[index]
             alive.append(graph)
     taken_bytes = used_bytes(*devices) - before_bytes
     ready.buffers.restore(ready.buffers.first)
     in_memory = min(max(taken_bytes / max(1, all_bytes), 1.0), MOST_IN_MEMORY)
-    return CountedGraphs(saved, in_memory, budget)
+    return CountedGraphs(saved, in_memory, forward_s, budget)
 
 
 class SampledDevices(OneDevice):
