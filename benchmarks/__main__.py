@@ -214,6 +214,12 @@ def _per_sample(args: argparse.Namespace) -> str:
     return calls + "\n\n" + jobs_section(measure_jobs(list(args.workloads)))
 
 
+def _estimates(_: argparse.Namespace) -> str:
+    from benchmarks.box.estimates import estimates_section, measure_estimates
+
+    return estimates_section(measure_estimates())
+
+
 ALL: Final[Mapping[str, Callable[[argparse.Namespace], str]]] = {
     "replay": _replay,
     "retention": _retention,
@@ -226,6 +232,7 @@ ALL: Final[Mapping[str, Callable[[argparse.Namespace], str]]] = {
     "training-steps": _training_steps,
     "training-runs": _training_runs,
     "large-results": _large_results,
+    "estimates": _estimates,
     "queue": _queue,
     "day": _day,
     "mixed": _mixed,

@@ -1,8 +1,8 @@
 """What `client.estimate` says of jobs, beside what they then take by their receipts.
 
-Ten jobs of all kinds on a box with one worker on the CPU, and one on a Ray cluster of two devices.
-Each is estimated and then run, on the same process; its receipt has both. Peaks are the process's,
-so what an interpreter takes by itself is in them; `beyond` is without what was there before.
+Twelve jobs of all kinds on a box with one worker on the CPU. Each is estimated and then run by the
+same process; its receipt has both. Peaks are the process's, so what the interpreter and the model
+take by themselves is in them: `before`. Seconds want a machine on which nothing else runs.
 """
 
 from __future__ import annotations
@@ -268,7 +268,3 @@ def estimates_section(found: list[Compared]) -> str:
         for key, off in worst.items()
     ]
     return section("Estimates", table(head, rows), verdicts(bars))
-
-
-if __name__ == "__main__":
-    print(estimates_section(measure_estimates()))

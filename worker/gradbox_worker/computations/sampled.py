@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gradbox.protocol import InputGroup, TensorRef
-from gradbox_engine import Group, Observer
+from gradbox_engine import Group, Observer, is_out_of_memory
 from gradbox_engine.model.calling.outputs import Outputs
 from gradbox_engine.model.calling.shard_feed import Position, all_positions
 from gradbox_engine.ranges import (
@@ -155,7 +155,12 @@ class SampledLeading(Alone):
     def devices(self, held: HeldJob) -> SampledDevices:
         """Return this one."""
         if self.graphs is None:
-            self.graphs = counted_graphs(held, self._groups, self._retain)
+            try:
+                self.graphs = counted_graphs(held, self._groups, self._retain)
+            except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                self.graphs = CountedGraphs()  # then none is kept, and blocks may be recomputed
             give_back_free_memory()
             PeakMemory(*held.passes.ready.devices)  # the peak begins anew without these graphs
         return SampledDevices(held, self._groups)
