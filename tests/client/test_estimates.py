@@ -24,6 +24,7 @@ from gradbox import (
     LossNotScalar,
     Optimizer,
     OutOfMemory,
+    PerSampleGradient,
 )
 from gradbox.cli import main
 from gradbox_service.backing import Backing
@@ -120,9 +121,24 @@ def test_a_gradient_at_cotangents_is_not_estimated(client: GradClient) -> None:
         client.estimate(at)
 
 
+def test_a_client_without_a_box_estimates_too() -> None:
+    rows = PerSampleGradient(
+        model="mine",
+        inputs=[torch.ones(4, 512)] * 3,
+        loss=lambda z: z.square().sum(1),
+        form="dense",
+    )
+    with GradClient.local({"mine": torch.nn.Linear(512, 8)}) as client:
+        for computation, losses_bytes in ((job(model="mine"), 0), (rows, 3 * 4 * 4)):
+            estimate = client.estimate(computation)
+            assert (estimate.fits, estimate.queue_position) == (True, 0)
+            grads = client.run(computation).grads.values()
+            assert estimate.result_bytes == sum(grad.nbytes for grad in grads) + losses_bytes
+
+
 def test_to_estimate_a_step_makes_none(client: GradClient) -> None:
     run = client.train("wide", optimizer=Optimizer("sgd", lr=0.1))
-    given = {"inputs": [torch.ones(8, 512)], "loss": squares}
+    given: dict[str, Any] = {"inputs": [torch.ones(8, 512)], "loss": squares}
     before = run.weights()
     estimate = run.estimate(**given)
     assert run.refresh().num_steps == 0
@@ -134,7 +150,13 @@ def test_to_estimate_a_step_makes_none(client: GradClient) -> None:
 def test_an_estimate_says_in_words_what_it_found(client: GradClient) -> None:
     shown = repr(client.estimate(job()))
     assert shown.startswith("<Estimate: fits cpu>")
-    for part in ("memory", "with one graph at a time", "s on the device", "up, ", "it would begin at once"):
+    for part in (
+        "memory",
+        "with one graph at a time",
+        "s on the device",
+        "up, ",
+        "it would begin at once",
+    ):
         assert part in shown
     assert "advice" not in shown
 
