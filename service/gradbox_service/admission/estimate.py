@@ -18,6 +18,8 @@ from gradbox.protocol import (
     ModelView,
     ShardRef,
     StateSpec,
+    StoreQuerySpec,
+    StoreRowsSpec,
     TensorRef,
 )
 from gradbox_service.admission.tensors import TensorHeaders
@@ -34,21 +36,22 @@ IRRELEVANT: Final = frozenset(
 
 
 def may_be_estimated(spec: JobSpec) -> bool:
-    """Return whether a job's parts say what it takes: not where its loss was computed elsewhere.
+    """Return whether a job is of a kind that is estimated.
+
+    Not if its loss was computed elsewhere, and not if it reads or writes a run's state or a store.
 
     Raises:
-        InvalidJob: it is to be estimated all the same.
+        InvalidJob: it is not, and is to be estimated all the same.
     """
-    if not isinstance(spec, StateSpec) and not isinstance(
-        getattr(spec, "loss", None), CotangentsLoss
-    ):
-        return True
-    if spec.estimate:
+    loss = getattr(spec, "loss", None)
+    of_files = isinstance(spec, StateSpec | StoreRowsSpec | StoreQuerySpec)
+    if spec.estimate and (of_files or isinstance(loss, CotangentsLoss)):
         raise InvalidJob(
-            "estimate: expected a computation with its loss, got one at cotangents, whose first "
-            "half has run by then: estimate the Gradient with a loss of the same outputs"
+            "estimate: expected a computation with its loss, got one at cotangents, or one that "
+            "reads or writes a run's state or a store: estimate the Gradient with a loss of the "
+            "same outputs, or the PerSampleGradient whose rows are stored"
         )
-    return False
+    return not (of_files or isinstance(loss, CotangentsLoss))
 
 
 def estimate_key(spec: JobSpec, *, model: ModelView, tensors: TensorHeaders) -> str:
