@@ -8,10 +8,10 @@
 Importing this package loads neither torch nor anything that reads a network or a file.
 
 Of its modules read `client` first, then `submitting` and `job`, `runs` for training and `stores`
-for rows that stay; `local` is a client without a box, `estimate` says beforehand what a job would
-take, `async_client` and `batch` are for many at a time, `errors` for whatever goes wrong, `losses`
-names the built-in ones. `settings` finds the box, `written_files` reads what a person wrote;
-`progress`, `html` and `printable` are what is shown, `spans` what is traced.
+for rows that stay, over `box_client`; `local` is a client without a box, `estimate` says beforehand
+what a job would take, `async_client` and `batch` are for many at a time, `errors` for whatever goes
+wrong, `losses` names the built-in ones. `settings` finds the box, `written_files` reads what a
+person wrote; `progress`, `html` and `printable` are what is shown, `spans` what is traced.
 """
 
 from importlib import import_module

@@ -45,6 +45,7 @@ ONLY_ON_A_BOX: Final[Mapping[str, str]] = {
     "over once it was submitted, and its handle has the result",
     "/v1/runs": "a box keeps runs, whose weights outlive the process; here, add gradients to a "
     "module (result.apply_to, or f.apply_to of client.model) and let torch's optimizer step",
+    "/v1/stores": "a box keeps rows for a whole lab; here, keep the results yourself",
     "/v1/box": "jobs wait for a device; here, each begins as it is submitted",
     "/v1/blobs": "a box keeps uploaded tensors; here, jobs read them where they lie",
 }

@@ -25,11 +25,11 @@ LONGEST_FILE = 500
 # is read by everybody who comes later: a feature brings its own by taking others out. A number is
 # raised in a commit that says what was bought, and lowered whenever there is less.
 MOST_LINES = {
-    "client/gradbox": 18_150,
-    "client/gradbox_factors": 2_050,
-    "service/gradbox_service": 14_950,
-    "worker/gradbox_engine": 16_950,
-    "worker/gradbox_worker": 16_100,
+    "client/gradbox": 19_850,
+    "client/gradbox_factors": 2_250,
+    "service/gradbox_service": 16_300,
+    "worker/gradbox_engine": 17_900,
+    "worker/gradbox_worker": 17_900,
 }
 SHORTEST_FILE = 25
 IMPORT_S = 0.15

@@ -54,14 +54,16 @@ def test_what_a_job_reads_waits_for_a_server_that_restarts(tmp_path: Path) -> No
     patient = connect(server.url, retries=PATIENT)
     assert patient.get("key") == b"value"
     server.stop()
-    restarted: list[EmbeddedRedis] = []
-    later = threading.Timer(2.0, lambda: restarted.append(EmbeddedRedis.start(tmp_path)))
-    later.start()
+    found: list[object] = []
+    reading = threading.Thread(target=lambda: found.append(patient.get("key")))
+    reading.start()
+    time.sleep(2.0)
+    server = EmbeddedRedis.start(tmp_path)  # by this thread, with which it would end
     try:
-        assert patient.get("key") == b"value"
+        reading.join()
+        assert found == [b"value"]
     finally:
-        later.join()
-        restarted[0].stop()
+        server.stop()
 
 
 def test_it_keeps_what_it_was_given_when_it_is_killed(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@
 
 Read `run` first, then `step`: what is posted, which is a `Gradient` with a number, and what comes
 back. `begin` and `optimizer` are what a run is made of. `model` is the model at a run's weights as
-a callable, whose cotangents a step is made of; it needs torch. `plot` draws a history.
+a callable, whose cotangents a step is made of; it needs torch. `plot` draws a history,
+`of_client` is what a client has of runs.
 """
 
 from gradbox.runs.optimizer import LoRA, Optimizer

@@ -4,8 +4,8 @@
     store.add(inputs=shards, loss=loss, ids=ids)
     hits = store.query(inputs=test, loss=loss, top=10)
 
-Read `store` first, then `jobs`: what appends rows, and what queries; `rows` reads them, and
-`projections` names how they are made.
+Read `store` first, then `jobs`: what appends rows, and what queries; `rows` reads them. `begin`
+and `projections` are what a store is made of, `of_client` what a client has of stores.
 """
 
 from gradbox.stores.projections import CountSketch, PerLayer, Rademacher

@@ -29,7 +29,7 @@ def ids_in(file: ResultFile) -> list[Id]:
     return [content[first:last].decode() for first, last in pairwise(ends)]
 
 
-class Rows(Sequence[Any]):
+class RowMatrix(Sequence[Any]):
     """The rows (N, K) of a store: an index or a slice fetches those alone.
 
     They are torch tensors where torch is installed, else NumPy arrays, of the store's dtype; bf16

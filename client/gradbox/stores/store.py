@@ -12,7 +12,7 @@ from gradbox.protocol import LAB, Grants, StoreView
 from gradbox.results.result import GradResult, Tensors
 from gradbox.runs.run import RunClient
 from gradbox.stores.jobs import Id, StoreJobKeywords, StoreQuery, StoreRows
-from gradbox.stores.rows import Rows, ids_in
+from gradbox.stores.rows import RowMatrix, ids_in
 
 JSON = "application/json"
 
@@ -161,9 +161,9 @@ class GradStore:
         return Tensors(result._file, "samples")["scores"]
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> RowMatrix:
         """The rows as they are stored, (N, K): `store.rows[100:200]` fetches those alone."""
-        return Rows(self._client.connection, self._path(), self._view)
+        return RowMatrix(self._client.connection, self._path(), self._view)
 
     def ids(self) -> list[Id]:
         """Return the ids of all rows, in their order."""

@@ -10,6 +10,7 @@ worker's to judge. Nothing here knows HTTP. What is checked of a job against its
 To read in this order:
 
     posting                  the way of a body to a queued job, and of the blobs in it
+    stores                   gradient stores, the rows appended to them, and queries
     training                 runs, their steps, and the jobs that save a state or answer with one
     limits, quota            what one user may ask for, and have; what would be more than fits
     admit                    the checks of all computations, and each one's own

@@ -7,7 +7,7 @@ ids        the ids of rows, as jobs and parts hold them: each comes once in a st
 """
 
 from gradbox_service.stores.files import StoreFiles
-from gradbox_service.stores.record import Part, StoreRecord
+from gradbox_service.stores.record import StorePart, StoreRecord
 from gradbox_service.stores.records import Stores
 
-__all__ = ["Part", "StoreFiles", "StoreRecord", "Stores"]
+__all__ = ["StoreFiles", "StorePart", "StoreRecord", "Stores"]

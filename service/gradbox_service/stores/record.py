@@ -15,7 +15,7 @@ VERSION = 1
 
 
 @dataclass(frozen=True)
-class Part:
+class StorePart:
     """The rows that one job appended, one file."""
 
     # The job, by which the file is named.
@@ -42,7 +42,7 @@ class StoreRecord:
     used_s: float
     # The digest of the loss that the first rows were made by; "" before there are any.
     loss: str = ""
-    parts: tuple[Part, ...] = ()
+    parts: tuple[StorePart, ...] = ()
     # Who may read it beside its owner; LAB is everybody.
     grants: tuple[str, ...] = ()
     # Of this class; a record of a later one is not read.
@@ -76,7 +76,7 @@ class StoreRecord:
         """Return whether somebody may query it."""
         return caller == self.owner or caller in self.grants or LAB in self.grants
 
-    def with_part(self, part: Part, *, loss: str, now_s: float) -> StoreRecord:
+    def with_part(self, part: StorePart, *, loss: str, now_s: float) -> StoreRecord:
         """Add rows behind those that there are."""
         return replace(self, parts=(*self.parts, part), loss=loss, used_s=now_s)
 

@@ -17,7 +17,7 @@ from gradbox_engine.model.calling.shard_rng import generators_restored
 from gradbox_engine.model.kernels import avoid_cudnn_recurrence, checkpoints_reached
 from gradbox_engine.model.precision import arithmetic, passes_float16
 from gradbox_engine.model.state.buffers import Buffers
-from gradbox_engine.model.state.restore import Registered, restored
+from gradbox_engine.model.state.restore import RegisteredState, restored
 from gradbox_engine.model.state.written_parameters import Changes, unwritten_parameters
 from gradbox_engine.model.tensor_equality import storages_of
 from gradbox_engine.model.weights import lay_over, widen
@@ -58,7 +58,7 @@ class Prepared:
 @contextmanager
 def configured(
     model: nn.Module, parameters: Mapping[str, Tensor], options: CallOptions
-) -> Iterator[tuple[Registered, Changes]]:
+) -> Iterator[tuple[RegisteredState, Changes]]:
     """Set the model's mode, numbers and `requires_grad`, and put all of it back on the way out.
 
     Gives what the model had, and what its forward passes change for good.

@@ -57,8 +57,7 @@ from gradbox_service.fleet.workers import may_be_run
 from gradbox_service.jobs import JobRecord, Records, Transition, Turns
 from gradbox_service.runs import Runs
 from gradbox_service.store import ResultStore
-from gradbox_service.stores import Part, StoreRecord, Stores
-from gradbox_service.stores.ids import check_new, read_ids
+from gradbox_service.stores import StorePart, StoreRecord, Stores
 from gradbox_service.stores.record import check_loss
 from gradbox_worker.device.last_step import LastStep
 from gradbox_worker.device.orders import Orders
@@ -225,12 +224,14 @@ class Attempts:
             StoreNotFound: the store was deleted.
             InvalidInputs: another job has appended some of the rows, or rows of another loss.
         """
+        from gradbox_service.stores.ids import check_new, read_ids  # it takes NumPy
+
         path = self.results.path(after.id, attempt=after.attempt)
         self.results.note_fetched(after.id, attempt=after.attempt)  # the store has them
         self.stores.files.keep(rows.store, after.id, path)
         result, ids = after.result, read_ids(path)
         assert result is not None
-        part = Part(
+        part = StorePart(
             job=after.id,
             num_rows=len(ids),
             num_columns=rows.num_columns,

@@ -30,7 +30,7 @@ from gradbox_engine.torch_private import (
 )
 
 
-class Registered(NamedTuple):
+class RegisteredState(NamedTuple):
     """What a model has when a job begins, each once, in the model's order."""
 
     state: ModelState
@@ -40,7 +40,7 @@ class Registered(NamedTuple):
 
 
 @contextmanager
-def restored(model: nn.Module) -> Iterator[Registered]:
+def restored(model: nn.Module) -> Iterator[RegisteredState]:
     """Put the model back on the way out, whatever happened inside; gives what it had.
 
     A device that refuses all work takes the model with it; then the error that says why goes on.
@@ -63,7 +63,7 @@ def restored(model: nn.Module) -> Iterator[Registered]:
         ]
     failed = True
     try:
-        yield Registered(registered, modules, parameters, buffers)
+        yield RegisteredState(registered, modules, parameters, buffers)
         failed = False
     finally:
         try:
