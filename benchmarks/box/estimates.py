@@ -162,9 +162,9 @@ def workloads(rows: int = 2048) -> Mapping[str, Any]:
     Args:
         rows: of a shard of the largest.
     """
-    plain = {"model": "wide", "inputs": shards_of(8, rows, 512), "mode": "train"}
-    labels = {"labels": torch.arange(256) % 10}
-    narrow = {"model": "narrow", "inputs": shards_of(8, 32, 96)}
+    plain: dict[str, Any] = {"model": "wide", "inputs": shards_of(8, rows, 512), "mode": "train"}
+    labels: dict[str, Any] = {"labels": torch.arange(256) % 10}
+    narrow: dict[str, Any] = {"model": "narrow", "inputs": shards_of(8, 32, 96)}
     images = shards_of(8, rows // 64, 3, 48, 48)
     return {
         "gradient, retain=0": Gradient(**plain, loss=squares, retain=0),
