@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import httpx
 
-from gradbox.client import PAGE
+from gradbox.box_client import PAGE
 from tests.client.test_problems import client_of
 
 JOB = {"state": "done", "computation": "gradient", "model": "m", "owner": "ann", "created_s": 1.0}
