@@ -81,16 +81,21 @@ def test_digits_are_of_one_dtype_in_the_tutorial_and_the_examples(tmp_path: Path
     assert len({p.dtype for model in models for p in model.parameters()}) == 1
 
 
-def test_the_readmes_first_block_proves_itself(
-    box: TestBox,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_the_readmes_program_prints_what_stands_under_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "readme.py").write_text(blocks("README.md", "python")[0])
+    runpy.run_path(str(tmp_path / "readme.py"))
+    (printed,) = capsys.readouterr().out.splitlines()
+    assert f"    {printed}\n" in (DOCS.parent / "README.md").read_text()
+
+
+def test_the_first_example_proves_itself(
+    box: TestBox, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("GRADBOX_URL", box.url)
     monkeypatch.setenv("GRADBOX_TOKEN", box.token)
-    (tmp_path / "readme.py").write_text(blocks("README.md", "python")[0])
-    runpy.run_path(str(tmp_path / "readme.py"))
+    runpy.run_path(str(DOCS.parent / "examples" / "first.py"))
     assert "largest difference" in capsys.readouterr().out
 
 
