@@ -17,10 +17,6 @@ from gradbox.protocol.options import Priority, Timeout
 from gradbox.protocol.per_sample import MAX_DIM
 
 Id = int | str
-# What the box fills in of a job on a store.
-OF_THE_STORE = {
-    "model", "wrt", "mode", "precision", "seed", "state", "reduce", "kind", "dim", "form", "clip",
-}  # fmt: skip
 
 
 class StoreJobKeywords(TypedDict, total=False):
@@ -78,8 +74,7 @@ class StoreQuery(PerSampleGradient):
 
 
 def _fields(computation: PerSampleGradient, store: StoreView, uploads: Uploads) -> dict[str, Any]:
-    fields = computation.spec_fields(uploads)
-    return {name: value for name, value in fields.items() if name not in OF_THE_STORE} | {
+    return computation.spec_fields(uploads) | {
         "store": store.id,
         "model": f"{store.model}@{store.model_version}",
         "wrt": store.wrt,
@@ -88,6 +83,7 @@ def _fields(computation: PerSampleGradient, store: StoreView, uploads: Uploads) 
         "seed": store.seed,
         "state": store.state,
         "reduce": "projection",
+        "form": "dense",
         "kind": "per_layer" if store.projection is None else store.projection.kind,
         "dim": MAX_DIM if store.projection is None else store.projection.dim,
     }
