@@ -77,6 +77,7 @@ from gradbox.protocol.spec_fields import StateRef as StateRef
 from gradbox.protocol.spec_fields import TensorRef as TensorRef
 from gradbox.protocol.spec_fields import TracedFunction as TracedFunction
 from gradbox.protocol.stores import LAB as LAB
+from gradbox.protocol.stores import WHOLE as WHOLE
 from gradbox.protocol.stores import Grants as Grants
 from gradbox.protocol.stores import PartView as PartView
 from gradbox.protocol.stores import ProjectionSpec as ProjectionSpec

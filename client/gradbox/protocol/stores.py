@@ -31,6 +31,10 @@ class ProjectionSpec(Wire, frozen=True):
     dim: Annotated[int, Field(ge=1, le=MAX_DIM), NUMBER]
 
 
+# Without a projection each layer is kept whole.
+WHOLE: Final = ProjectionSpec(kind="per_layer", dim=MAX_DIM)
+
+
 class StoreSpec(Wire, frozen=True):
     """A store as it is posted to /v1/stores. Without a projection rows are whole gradients."""
 

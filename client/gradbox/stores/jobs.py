@@ -12,9 +12,8 @@ from gradbox.computations import PerSampleGradient
 from gradbox.computations.computation import Submission, checked
 from gradbox.errors import InvalidInputs
 from gradbox.inputs.uploads import KnownTensors, Uploads
-from gradbox.protocol import StoreQuerySpec, StoreRowsSpec, StoreView
+from gradbox.protocol import WHOLE, StoreQuerySpec, StoreRowsSpec, StoreView
 from gradbox.protocol.options import Priority, Timeout
-from gradbox.protocol.per_sample import MAX_DIM
 
 Id = int | str
 
@@ -74,6 +73,7 @@ class StoreQuery(PerSampleGradient):
 
 
 def _fields(computation: PerSampleGradient, store: StoreView, uploads: Uploads) -> dict[str, Any]:
+    projection = store.projection or WHOLE
     return computation.spec_fields(uploads) | {
         "store": store.id,
         "model": f"{store.model}@{store.model_version}",
@@ -84,8 +84,8 @@ def _fields(computation: PerSampleGradient, store: StoreView, uploads: Uploads) 
         "state": store.state,
         "reduce": "projection",
         "form": "dense",
-        "kind": "per_layer" if store.projection is None else store.projection.kind,
-        "dim": MAX_DIM if store.projection is None else store.projection.dim,
+        "kind": projection.kind,
+        "dim": projection.dim,
     }
 
 

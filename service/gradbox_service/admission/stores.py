@@ -10,8 +10,8 @@ from safetensors.numpy import load
 
 from gradbox.errors import InvalidJob, StoreConflict, StoreNotFound
 from gradbox.protocol import (
+    WHOLE,
     JobSpec,
-    ProjectionSpec,
     StoreQuerySpec,
     StoreRowsSpec,
     StoreSpec,
@@ -22,7 +22,6 @@ from gradbox.protocol import (
     posted_document,
     spec_digest,
 )
-from gradbox.protocol.per_sample import MAX_DIM
 from gradbox_service.admission.limits import check_limits, check_memory, check_values
 from gradbox_service.admission.model import find_model
 from gradbox_service.admission.per_sample import check_names
@@ -33,9 +32,6 @@ from gradbox_service.jobs import JobRecord
 from gradbox_service.runs.states import settled
 from gradbox_service.stores.ids import check_new, ids_of
 from gradbox_service.stores.record import StoreRecord, check_loss
-
-# Without a projection each layer is kept whole.
-WHOLE = ProjectionSpec(kind="per_layer", dim=MAX_DIM)
 
 
 def make_store(body: bytes, *, sent: Sent, at: Admission) -> StoreRecord:
