@@ -60,6 +60,17 @@ def _replay(args: argparse.Namespace) -> str:
     return replay_section(measure_replay(plan))
 
 
+def _batch_sizes(args: argparse.Namespace) -> str:
+    from benchmarks.replay.batch_plot import plot_batches
+    from benchmarks.replay.batch_sizes import BatchPlan, batch_section, measure_batches
+
+    plan = BatchPlan(args.pairs, shard=args.shard, rounds=args.rounds, threads=args.threads)
+    found = measure_batches(plan)
+    if args.plot is not None:
+        plot_batches(found, args.plot)
+    return batch_section(found)
+
+
 def _retention(args: argparse.Namespace) -> str:
     if args.ends:
         from benchmarks.replay.ends import ends_section, measure_ends
@@ -222,6 +233,7 @@ def _estimates(_: argparse.Namespace) -> str:
 
 ALL: Final[Mapping[str, Callable[[argparse.Namespace], str]]] = {
     "replay": _replay,
+    "batch-sizes": _batch_sizes,
     "retention": _retention,
     "penalties": _penalties,
     "packing": _packing,

@@ -84,7 +84,9 @@ def options(benchmarks: Sequence[str]) -> argparse.ArgumentParser:
         "--ends", action="store_true", help="of retention, only nothing and everything kept"
     )
     parser.add_argument(
-        "--plot", type=Path, help="draw the curves of retention, or of scale, into this file"
+        "--plot",
+        type=Path,
+        help="draw what retention, batch-sizes or scale found into this file",
     )
     parser.add_argument("--report", help="name of the report [the benchmark's]")
     parser.add_argument(

@@ -1,4 +1,6 @@
-"""Peak memory of one step of one peer: `python -m benchmarks.set_loss.memory PEER --pairs 64 …`.
+"""Peak memory and time of one step of one peer, by
+
+    python -m benchmarks.set_loss.memory PEER --pairs 64 …
 
 A process of its own for each figure, because an allocator keeps what an earlier step needed. The
 model and the samples are loaded before the measurement begins, and a step on sixteen pairs in
@@ -12,7 +14,9 @@ import argparse
 import gc
 import json
 import sys
-from dataclasses import replace
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from subprocess import CalledProcessError
 
 import torch
@@ -23,10 +27,33 @@ from benchmarks.set_loss.workloads import Workload
 from gradbox_worker.computations.memory import PeakMemory
 
 
-def peak_bytes(peer: str, workload: Workload, *, threads: int, kept: int = 0) -> int | None:
-    """Return the peak memory of one step beyond the loaded model, measured in a fresh process.
+@dataclass(frozen=True)
+class StepCost:
+    """Of one step in a fresh process: peak memory beyond the loaded model, and wall time."""
 
-    None when the process did not live to say it. `kept` is how many graphs gradbox may keep.
+    peak_bytes: int
+    seconds: float
+
+
+def peak_bytes(peer: str, workload: Workload, *, threads: int, kept: int = 0) -> int | None:
+    """Return the peak of `step_cost`; None when the process did not live to say it."""
+    cost = step_cost(peer, workload, threads=threads, kept=kept)
+    return None if cost is None else cost.peak_bytes
+
+
+def step_cost(
+    peer: str,
+    workload: Workload,
+    *,
+    threads: int,
+    kept: int = 0,
+    env: Mapping[str, str] = FRESH,
+) -> StepCost | None:
+    """Measure one step in a fresh process; None when that did not live to say it.
+
+    Args:
+        kept: how many graphs gradbox may keep.
+        env: that process's; as it is, memory is given back at once, which costs time.
     """
     options = {
         "kept": kept,
@@ -39,15 +66,14 @@ def peak_bytes(peer: str, workload: Workload, *, threads: int, kept: int = 0) ->
     }
     given = [f"--{option}={value}" for option, value in options.items()]
     try:
-        return int(
-            in_fresh_process("benchmarks.set_loss.memory", peer, *given, env=FRESH)["peak_bytes"]
-        )
+        found = in_fresh_process("benchmarks.set_loss.memory", peer, *given, env=env)
     except CalledProcessError:
         return None
+    return StepCost(int(found["peak_bytes"]), found["seconds"])
 
 
 def main(arguments: list[str]) -> int:
-    """Print the bytes as JSON."""
+    """Print the bytes and the seconds as JSON."""
     args = _parser().parse_args(arguments)
     torch.set_num_threads(args.threads)
     workload = Workload(args.pairs, args.shard, args.task, args.num_tokens, args.device)
@@ -58,9 +84,11 @@ def main(arguments: list[str]) -> int:
     gc.collect()
     return_memory()
     memory = PeakMemory(torch.device(args.device))
+    begin = time.perf_counter()
     step()
+    seconds = time.perf_counter() - begin
     peak_bytes, before_bytes = memory.measure()
-    print(json.dumps({"peak_bytes": peak_bytes - before_bytes}))
+    print(json.dumps({"peak_bytes": peak_bytes - before_bytes, "seconds": seconds}))
     return 0
 
 
