@@ -31,6 +31,7 @@ PROGRAMS = [
         "local",
         "losses",
         "coming_from",
+        "replay",
     )
 ]
 # Pages whose programs need more than a box: their tests say what, and what they must print.
