@@ -16,9 +16,8 @@ from torch.nn import functional as F
 
 from gradbox import Builtin, Gradient, Optimizer, TrainStep
 from gradbox.cli import main
-from tests.boxes import TestBox, new_token
+from tests.boxes import ROOT, TestBox, new_token
 from tests.dashboard.conftest import PHONE, Open
-from tests.pages import blocks
 
 NUM_SHARDS = 60
 
@@ -190,8 +189,8 @@ def test_a_model_shows_a_program_that_runs(
 
 
 def javascript(box: TestBox, url: str) -> str:
-    """Return the program of docs/wire.md for this box, which leaves what it found behind."""
-    (program,) = blocks("docs/wire.md", "js")
+    """Return examples/gradient.mjs for this box, which leaves what it found behind."""
+    program = (ROOT / "examples" / "gradient.mjs").read_text()
     assert program.count("http://127.0.0.1:8642") == program.count("gbx_…") == 1
     program = program.replace("http://127.0.0.1:8642", url).replace("gbx_…", box.other_token)
     return (
@@ -219,7 +218,7 @@ def assert_as_python_has_it(box: TestBox, text: str) -> None:
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no node on PATH")
-def test_the_pages_javascript_runs_in_node(box: TestBox, tmp_path: Path) -> None:
+def test_the_javascript_runs_in_node(box: TestBox, tmp_path: Path) -> None:
     program = tmp_path / "program.mjs"
     program.write_text(javascript(box, box.url) + "console.log(found);\n")
     done = subprocess.run(["node", program], capture_output=True, text=True, timeout=300)
