@@ -32,6 +32,7 @@ PROGRAMS = [
         "losses",
         "coming_from",
         "replay",
+        "graphs",
     )
 ]
 # Pages whose programs need more than a box: their tests say what, and what they must print.
