@@ -33,6 +33,7 @@ PROGRAMS = [
         "coming_from",
         "replay",
         "graphs",
+        "mixed",
     )
 ]
 # Pages whose programs need more than a box: their tests say what, and what they must print.
