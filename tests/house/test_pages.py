@@ -34,6 +34,7 @@ PROGRAMS = [
         "replay",
         "graphs",
         "mixed",
+        "mathematics",
     )
 ]
 # Pages whose programs need more than a box: their tests say what, and what they must print.
