@@ -24,7 +24,6 @@ from gradbox_factors import TERMS
 from tests.boxes import TestBox
 from tests.client import zoo
 from tests.engine.per_sample import naive
-from tests.pages import blocks
 
 WAIT_S = 120.0
 MIB = 2**20
@@ -269,23 +268,6 @@ def test_a_factored_jacobian_over_raw_http_reads_as_the_wire_states(box: TestBox
     assert naive.difference(J, expected["0.weight"]) <= naive.TOLERANCE
     assert terms["0.bias"]["tensors"]["left"] == term["tensors"]["left"]
     assert {term["rule"] for term in piece} <= TERMS.keys()
-
-
-def test_what_the_page_shows_runs(
-    real: TestBox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("GRADBOX_URL", real.url)
-    monkeypatch.setenv("GRADBOX_TOKEN", real.token)
-    monkeypatch.chdir(tmp_path)
-    x = torch.randn(6, 5, dtype=torch.float64)
-    names: dict[str, Any] = {"shards": list(x.split(4)), "targets": x[:, :3]}
-    names |= {"test_shards": [x[:2]], "test_targets": x[:2, :3]}
-    shown = blocks("docs/per_sample.md", "python")
-    assert len(shown) == 4
-    for block in shown:
-        exec(block.replace('"m"', '"mlp"'), names)
-    names["client"].close()
-    assert (tmp_path / "jacobian.safetensors").exists()
 
 
 def zoo_mlp() -> torch.nn.Module:

@@ -26,6 +26,7 @@ PROGRAMS = [
         "index",
         "tutorial",
         "training",
+        "per_sample",
         "attribution",
         "gans",
         "local",
@@ -42,7 +43,6 @@ TESTED_ELSEWHERE = {
     "README.md": "tests/house/test_pages.py",
     "docs/models.md": "tests/client/test_models_page.py",
     "docs/notebooks.md": "tests/client/test_examples.py",
-    "docs/per_sample.md": "tests/client/test_per_sample_files.py",
     "docs/remote_autograd.md": "tests/client/test_examples.py",
 }
 
@@ -71,6 +71,7 @@ def test_a_page_runs_as_it_stands(
     monkeypatch.setenv("GRADBOX_URL", box.url)
     monkeypatch.setenv("GRADBOX_TOKEN", box.token)
     monkeypatch.syspath_prepend(folder)
+    monkeypatch.chdir(folder)  # where programs write files
     path = folder / f"{Path(page).stem}_program.py"
     path.write_text(program(page))
     runpy.run_path(str(path))
