@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from gradbox_service.accounting.blob_owners import BlobOwners
@@ -40,6 +41,15 @@ class Backing:
     runs: Runs
     run_files: RunFiles
     stores: Stores
+
+    def taken(self) -> dict[str, Counter[str]]:
+        """Return what blobs, results, runs and stores take: kind → owner → bytes."""
+        return {
+            "blob": self.owners.totals(),
+            "result": self.records.result_bytes(),
+            "run": self.runs.totals(),
+            "store": self.stores.totals(),
+        }
 
     @classmethod
     def on_redis(cls, settings: Settings) -> Backing:

@@ -325,9 +325,9 @@ def test_no_room_is_made_while_a_job_of_the_owner_is_being_posted(
             assert pool.submit(cleaner.make_room, "bob", 1).result(60.0) == 0.0
             time.sleep(0.05)
             assert not waits.done()
-            assert backing.owners.bytes_of("ann") > 0
+            assert backing.owners.totals()["ann"] > 0
         assert waits.result(60.0) == 0.0
-    assert backing.owners.bytes_of("ann") == 0
+    assert backing.owners.totals()["ann"] == 0
 
 
 def test_a_forward_job_is_kept_until_a_gradient_job_went_on_from_it(

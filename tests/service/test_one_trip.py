@@ -56,7 +56,7 @@ def test_a_job_and_its_blobs_are_one_request(box: Box) -> None:
     assert answer.json()["name"] == "one"
     assert "Preference-Applied" not in answer.headers
     assert box.client.head(f"/v1/blobs/{DIGEST}").status_code == 200
-    assert box.backing.owners.bytes_of("ann") == len(DATA)
+    assert box.backing.owners.totals()["ann"] == len(DATA)
 
 
 def test_a_blob_that_came_with_a_job_is_nobody_elses(box: Box) -> None:
@@ -65,7 +65,7 @@ def test_a_blob_that_came_with_a_job_is_nobody_elses(box: Box) -> None:
     assert bob.head(f"/v1/blobs/{DIGEST}").status_code == 404
     assert post(bob, form([job_part()])).json()["type"].endswith("missing-blobs")
     assert post(bob, form([job_part(), (DIGEST, DATA)])).status_code == 202
-    assert box.backing.owners.bytes_of("bob") == len(DATA)
+    assert box.backing.owners.totals()["bob"] == len(DATA)
 
 
 def test_a_digest_that_lies_stores_nothing(box: Box) -> None:

@@ -33,14 +33,14 @@ def test_bytes_count_once_against_each_owner(owners: BlobOwners) -> None:
     for owner, digest, size_bytes in [("ann", ONE, 10), ("bob", ONE, 10), ("ann", TWO, 5)]:
         owners.claim(owner, {digest: size_bytes})
         owners.claim(owner, {digest: size_bytes})
-    assert (owners.bytes_of("ann"), owners.bytes_of("bob"), owners.bytes_of("eve")) == (15, 10, 0)
+    assert (owners.totals()["ann"], owners.totals()["bob"], owners.totals()["eve"]) == (15, 10, 0)
 
 
 def test_several_are_claimed_at_once(owners: BlobOwners) -> None:
     owners.claim("bob", {TWO: 5})
     owners.claim("ann", {ONE: 10, TWO: 5})
     assert owners.owned_among("ann", [ONE, TWO]) == {ONE, TWO}
-    assert (owners.bytes_of("ann"), owners.bytes_of("bob")) == (15, 5)
+    assert (owners.totals()["ann"], owners.totals()["bob"]) == (15, 5)
 
 
 def test_a_forgotten_blob_belongs_to_nobody(owners: BlobOwners) -> None:
@@ -49,9 +49,9 @@ def test_a_forgotten_blob_belongs_to_nobody(owners: BlobOwners) -> None:
     owners.forget(ONE)
     owners.forget(ONE)
     assert not owners.owns("ann", ONE)
-    assert owners.bytes_of("ann") == 0
+    assert owners.totals()["ann"] == 0
     owners.claim("bob", {ONE: 10})
-    assert (owners.bytes_of("ann"), owners.bytes_of("bob")) == (0, 10)
+    assert (owners.totals()["ann"], owners.totals()["bob"]) == (0, 10)
 
 
 def test_a_released_blob_stays_with_its_other_owners(owners: BlobOwners) -> None:

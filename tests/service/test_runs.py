@@ -371,7 +371,7 @@ def test_a_save_has_one_name_is_shared_and_deleted(box: Box) -> None:
     assert problem(box.client.post(saves, json={"name": "good"})) == "run-conflict"
     [seen] = box.client.get(f"/v1/runs/{run['id']}").json()["saves"]
     assert (seen["name"], seen["step"], seen["size_bytes"]) == ("good", 1, 5)
-    assert box.backing.runs.bytes_of("ann") == 5
+    assert box.backing.runs.totals()["ann"] == 5
     bob, of_save = (
         box.client_of("bob"),
         spec_for(upload(box.client, SHARDS), state={"save": "good"}),
@@ -386,7 +386,7 @@ def test_a_save_has_one_name_is_shared_and_deleted(box: Box) -> None:
     bob.delete(f"/v1/jobs/{needing.json()['id']}")
     assert box.client.delete(f"{saves}/good").status_code == 204
     assert box.client.delete(f"{saves}/good").status_code == 204
-    assert box.backing.runs.bytes_of("ann") == 0
+    assert box.backing.runs.totals()["ann"] == 0
     assert box.client.delete(f"/v1/runs/{run['id']}").status_code == 204
     assert problem(box.client.get(f"/v1/runs/{run['id']}")) == "run-not-found"
 
@@ -466,9 +466,9 @@ def test_what_a_lost_state_is_made_again_from_is_kept(box: Box) -> None:
     assert box.client.delete(f"/v1/blobs/{blob}").status_code == 204
     seen = box.client.get(f"/v1/runs/{run['id']}").json()
     assert (seen["state_step"], seen["state_bytes"]) == (4, 25)
-    assert box.backing.runs.bytes_of("ann") == 25
+    assert box.backing.runs.totals()["ann"] == 25
     box.client.delete(f"/v1/runs/{run['id']}")
-    assert box.backing.runs.bytes_of("ann") == 0
+    assert box.backing.runs.totals()["ann"] == 0
 
 
 def test_a_run_without_steps_goes_but_not_one_with_saves(box: Box) -> None:
@@ -492,9 +492,9 @@ def test_folders_of_runs_that_are_gone_are_swept(box: Box) -> None:
         path = files.path(StateRef(run=run_id, step=1))
         path.parent.mkdir(parents=True)
         path.with_suffix(".writing").write_bytes(b"half")
-    files.sweep([run["id"]], unused_for_s=60.0)
+    files.sweep(box.backing.runs.all(), unused_for_s=60.0)
     assert path.parent.exists()
-    files.sweep([run["id"]], unused_for_s=-1.0)
+    files.sweep(box.backing.runs.all(), unused_for_s=-1.0)
     assert not path.parent.exists()
     assert list(path.parent.with_name(run["id"]).iterdir()) == []
 

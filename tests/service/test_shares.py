@@ -98,7 +98,7 @@ def test_a_quota_holds_under_parallel_uploads(quota_box: Box, announced: bool) -
 
     with ThreadPoolExecutor(len(blobs)) as pool:
         assert sorted(pool.map(put, blobs)) == [201] * 2 + [507] * 3
-    assert quota_box.backing.owners.bytes_of("ann") <= QUOTA_BYTES
+    assert quota_box.backing.owners.totals()["ann"] <= QUOTA_BYTES
 
 
 @pytest.mark.parametrize("ended", [False, True])

@@ -10,6 +10,7 @@ counts against each of its owners.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from redis.client import Pipeline
 
 from gradbox.tensors.safetensors_header import SafetensorsHeader
 from gradbox_service.database.conditional_commands import IF_ONE, OVER_BOUND, ConditionalCommands
+from gradbox_service.database.owned import OwnedBytes
 from gradbox_service.store import BlobStore
 
 BYTES = "gradbox:own-blob-bytes"
@@ -50,6 +52,7 @@ class BlobOwners:
 
     def __init__(self, connection: redis.Redis) -> None:
         self._redis = connection
+        self._bytes = OwnedBytes(connection, BYTES)
         self._commands = ConditionalCommands(connection)
         self._release = connection.register_script(RELEASE)
 
@@ -102,14 +105,9 @@ class BlobOwners:
             found |= cast("dict[bytes, bytes]", self._redis.hgetall(_key(owner)))
         return {digest.decode(): int(size) for digest, size in found.items()}
 
-    def bytes_of(self, owner: str) -> int:
-        """Return the bytes of the blobs that belong to `owner`."""
-        return int(cast("bytes | None", self._redis.hget(BYTES, owner)) or 0)
-
-    def totals(self) -> Mapping[str, int]:
-        """Return `bytes_of` for every owner who has any."""
-        found = cast("dict[bytes, bytes]", self._redis.hgetall(BYTES))
-        return {owner.decode(): int(size) for owner, size in found.items() if int(size)}
+    def totals(self) -> Counter[str]:
+        """Return the bytes of the blobs that belong to every owner who has any."""
+        return self._bytes.totals()
 
     def blobs_of(self, owner: str) -> Collection[str]:
         """Return the digests of all blobs that belong to `owner`."""

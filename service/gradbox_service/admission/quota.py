@@ -114,12 +114,9 @@ class Quota:
                 f"box, got {in_units(more_bytes)}; send fewer or smaller inputs, or have the box's "
                 f"owner raise --owner-quota-bytes"
             )
-        blob_bytes = self._box.owners.bytes_of(owner) + self._coming[owner]
-        result_bytes = self._box.records.result_bytes().get(owner, 0)
-        state_bytes = self._box.runs.bytes_of(owner)
-        store_bytes = self._box.stores.bytes_of(owner)
-        taken_bytes = blob_bytes + result_bytes + state_bytes + store_bytes
-        missing_bytes = taken_bytes + max(1, more_bytes) - quota_bytes
+        taken = {kind: by_owner[owner] for kind, by_owner in self._box.taken().items()}
+        taken["blob"] += self._coming[owner]
+        missing_bytes = sum(taken.values()) + max(1, more_bytes) - quota_bytes
         if missing_bytes <= 0:
             return
         wait_s = self._make_room(owner, missing_bytes, keep=keep)
@@ -130,9 +127,9 @@ class Quota:
         wanted = f"{in_units(more_bytes)} more do not fit" if more_bytes else "there is no room"
         raise QuotaReached(
             f"{wanted}: of the {in_units(quota_bytes)} that one owner may have on this box, your "
-            f"blobs take {in_units(blob_bytes)}, your results {in_units(result_bytes)}, your runs "
-            f"{in_units(state_bytes)} and your stores {in_units(store_bytes)}, and jobs need them, "
-            f"or they are kept for you to use; wait, or delete what you don't need "
+            f"blobs take {in_units(taken['blob'])}, your results {in_units(taken['result'])}, your "
+            f"runs {in_units(taken['run'])} and your stores {in_units(taken['store'])}, and jobs "
+            f"need them, or they are kept for you to use; wait, or delete what you don't need "
             f"(`job.delete()`, `gradbox blobs delete`, `gradbox runs delete`, `gradbox stores "
             f"delete`): results that nobody has read make room an hour after they were written, "
             f"and all else that no job needs but runs and stores within a quarter of one",

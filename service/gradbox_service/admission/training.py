@@ -11,6 +11,7 @@ import time
 import uuid
 from contextlib import suppress
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import chain
 from typing import Any, Final
 
@@ -152,8 +153,8 @@ def _save(order: SaveOrder, run_id: str, *, sent: Sent, at: Admission) -> JobRec
         spec = _state_spec(state, save=order.name, shared=order.shared)
 
         def save_by(job: str) -> SaveRecord:
-            made_s, shared = time.time(), order.shared
-            return SaveRecord(order.name, run.owner, run.id, step, job, made_s, shared=shared)
+            of_run = partial(SaveRecord.of, run, order.name, step=step, shared=order.shared)
+            return of_run(job=job, now_s=time.time())
 
         return queue(
             spec,

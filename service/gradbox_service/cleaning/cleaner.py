@@ -228,8 +228,7 @@ class Cleaner(RepeatingThread):
         quota_bytes = self._settings.owner_quota_bytes
         if quota_bytes is None:
             return
-        kept = Counter(self._box.runs.totals()) + Counter(self._box.stores.totals())
-        for owner, taken_bytes in (self._taken() + kept).items():
+        for owner, taken_bytes in sum(self._box.taken().values(), Counter[str]()).items():
             if taken_bytes > quota_bytes:
                 self.make_room(owner, taken_bytes - quota_bytes)
 
@@ -243,7 +242,7 @@ class Cleaner(RepeatingThread):
 
     def _taken(self) -> Counter[str]:
         """Return what everybody's blobs and results take."""
-        return Counter(self._owners.totals()) + Counter(self._records.result_bytes())
+        return self._owners.totals() + self._records.result_bytes()
 
     def _counted_bytes(self) -> int:
         """Return what all blobs and results take that somebody has."""
@@ -280,17 +279,16 @@ class Cleaner(RepeatingThread):
         box = self._box
         before_s = now_s - self._settings.run_age_s
         expire(before_s=before_s, runs=box.runs, records=box.records, files=box.run_files)
-        box.run_files.sweep([run.id for run in box.runs.all()], unused_for_s=SPARED_S)
+        box.run_files.sweep(box.runs.all(), unused_for_s=SPARED_S)
 
     def _end_stores(self, *, now_s: float) -> None:
         box = self._box
-        stores = {store.id: store for store in box.stores.all()}
-        for store in stores.values():
+        for store in box.stores.all():
             if store.used_s < now_s - self._settings.store_age_s and not store.grants:
                 with suppress(Outdated):
                     box.stores.forget(store)
                     box.stores.files.remove(store.id)
-        box.stores.files.sweep(stores, unused_for_s=SPARED_S)
+        box.stores.files.sweep(box.stores.all(), unused_for_s=SPARED_S)
 
     def _is_idle(self, record: JobRecord, *, now_s: float) -> bool:
         """Return whether a job ended, and its result was used, long enough ago to make room."""

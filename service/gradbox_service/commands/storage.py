@@ -8,6 +8,7 @@ from __future__ import annotations
 import json as jsons
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
@@ -148,22 +149,14 @@ def _box(redis_url: str | None, data: Path | None) -> Iterator[tuple[Backing, Cl
 
 
 def _print_owners(box: Backing, *, json: bool) -> int:
-    kinds = {
-        "blob_bytes": box.owners.totals(),
-        "result_bytes": box.records.result_bytes(),
-        "run_bytes": box.runs.totals(),
-        "store_bytes": box.stores.totals(),
-    }
-    taken = {
-        o: [sizes.get(o, 0) for sizes in kinds.values()]
-        for o in dict.fromkeys(o for sizes in kinds.values() for o in sizes)
-    }
-    owners = sorted(taken, key=lambda o: -sum(taken[o]))
+    kinds = {f"{kind}_bytes": by_owner for kind, by_owner in box.taken().items()}
+    in_all = sum(kinds.values(), Counter[str]())
+    taken = {o: [by_owner[o] for by_owner in kinds.values()] for o, _ in in_all.most_common()}
     left_bytes, free_bytes = box.blobs.room.left_bytes(), box.blobs.room.free_bytes()
     memory = box.records.memory()
     if json:
         report = {
-            "owners": [{"owner": o, **dict(zip(kinds, taken[o], strict=True))} for o in owners],
+            "owners": [{"owner": o, **dict(zip(kinds, taken[o], strict=True))} for o in taken],
             "free_bytes": free_bytes,
             "reserve_bytes": box.blobs.room.reserved_bytes(),
             "redis_bytes": memory.used_bytes,
@@ -171,7 +164,7 @@ def _print_owners(box: Backing, *, json: bool) -> int:
         }
         print(jsons.dumps(report))
         return DONE
-    rows = [(o, *map(in_units, taken[o])) for o in owners]
+    rows = [(o, *map(in_units, sizes)) for o, sizes in taken.items()]
     say_table(
         [("OWNER", "BLOBS", "RESULTS", "RUNS", "STORES"), *rows]
         if rows

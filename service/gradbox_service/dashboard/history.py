@@ -44,7 +44,7 @@ def usage_seen_by(caller: TokenInfo, box: Backing, span: Period) -> UsageView:
                 line = buckets.setdefault(shown(owner), [Used()] * num_buckets)
                 line[index] += more
     kept: Counter[str | None] = Counter()
-    for sizes in (box.owners.totals(), box.records.result_bytes(), box.runs.totals()):
+    for sizes in box.taken().values():
         for owner, size_bytes in sizes.items():
             kept[shown(owner)] += size_bytes
     lines = [

@@ -27,9 +27,9 @@ from gradbox.protocol import (
     ProgressView,
     ResultView,
 )
+from gradbox_service.database.owned import OwnedRecord
 
 MAX_ATTEMPTS = 3
-VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -64,23 +64,16 @@ class QueuePosition:
         return _POSITION.validate_json(text)
 
 
-@dataclass(frozen=True)
-class JobRecord:
-    """Everything about a job but its spec, which never changes and is stored beside it.
+@dataclass(frozen=True, kw_only=True)
+class JobRecord(OwnedRecord):
+    """Everything about a job but its spec, which never changes and is stored beside it."""
 
-    Times are seconds since 1970, UTC.
-    """
-
-    id: str
-    # The name of the token that posted it.
-    owner: str
     computation: str
     # The registered name, and the full version that the box had when it accepted the job.
     model: str
     model_version: str
     # The digest of the spec as it was posted.
     spec_digest: str
-    created_s: float
     # What the poster called it.
     name: str = ""
     # From -10 to 10; higher goes first.
@@ -119,14 +112,6 @@ class JobRecord:
     estimate: EstimateView | None = None
     # Under which a job that estimates keeps that.
     estimate_key: str = ""
-    # Of this class; a record of a later one is not read.
-    version: int = VERSION
-
-    def __post_init__(self) -> None:
-        """Raises:
-        ValueError: a later version of gradbox wrote the record.
-        """
-        refuse_later(self.version, newest=VERSION)
 
     @property
     def result_bytes(self) -> int:
@@ -286,32 +271,10 @@ class JobRecord:
             hold=None if waits_at is None else waits_at.hold,
         )
 
-    def to_json(self) -> bytes:
-        return _RECORD.dump_json(self)
-
-    @classmethod
-    def from_json(cls, text: bytes) -> JobRecord:
-        """Raises:
-        ValueError: these are not the bytes of a record that this version reads.
-        """
-        return _RECORD.validate_json(text)
-
-
-def refuse_later(version: int, *, newest: int) -> None:
-    """Raises:
-    ValueError: a later version of gradbox wrote the record.
-    """
-    if version > newest:
-        raise ValueError(
-            f"expected a record of version {newest} or earlier, got {version}: a later gradbox "
-            f"wrote it"
-        )
-
 
 # What the wire calls as the record does.
 _SHOWN = JobView.model_fields.keys() & {item.name for item in fields(JobRecord)}
 
 Transition = Callable[[JobRecord], JobRecord | None]
 
-_RECORD = TypeAdapter(JobRecord)
 _POSITION = TypeAdapter(QueuePosition)

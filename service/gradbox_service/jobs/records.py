@@ -24,6 +24,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -33,11 +34,8 @@ import redis
 
 from gradbox.errors import IdempotencyConflict
 from gradbox.protocol import JobSpec, JobState, parse_spec
-from gradbox_service.database.conditional_commands import (
-    Beside,
-    ConditionalCommands,
-    Outdated,
-)
+from gradbox_service.database.conditional_commands import Beside, ConditionalCommands, Outdated
+from gradbox_service.database.owned import OwnedBytes
 from gradbox_service.jobs import changes
 from gradbox_service.jobs.changes import (
     Change,
@@ -89,6 +87,7 @@ class Records:
         # Keeps a connection for `changes`: to take one from the pool costs as much as the command.
         self._reader: redis.Redis | None = None
         self._memory: tuple[float, Memory | None] = (0.0, None)  # when it was read
+        self._result_bytes = OwnedBytes(connection, changes.RESULT_BYTES)
         self._creating = ConditionalCommands(connection)
         self._commands = ConditionalCommands(connection, over_bound=True)
 
@@ -348,10 +347,9 @@ class Records:
             if self._commands.run(pipe, where={job_key(job_id): text or b""}):
                 return
 
-    def result_bytes(self) -> Mapping[str, int]:
+    def result_bytes(self) -> Counter[str]:
         """Return what the results of every owner take on disk."""
-        found = cast("dict[bytes, bytes]", self._redis.hgetall(changes.RESULT_BYTES))
-        return {owner.decode(): int(size) for owner, size in found.items() if int(size)}
+        return self._result_bytes.totals()
 
     def memory(self, *, within_s: float = 0.0) -> Memory:
         """Return how much memory the store takes, and may take, or did within these seconds."""

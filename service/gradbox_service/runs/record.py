@@ -10,28 +10,20 @@ A change is a pure function, as those of a job's record are.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
-
-from pydantic import TypeAdapter
+from dataclasses import dataclass, fields, replace
 
 from gradbox.protocol import RunSpec, RunView, SaveView, StepView
-from gradbox_service.jobs.record import refuse_later
-
-VERSION = 1
+from gradbox_service.database.owned import OwnedRecord
 
 
-@dataclass(frozen=True)
-class RunRecord:
-    """A run. Times are seconds since 1970, UTC."""
+@dataclass(frozen=True, kw_only=True)
+class RunRecord(OwnedRecord):
+    """A run."""
 
-    id: str
-    # The name of the token that made it.
-    owner: str
     spec: RunSpec
     # The registered name, and the full version that the run is bound to.
     model: str
     model_version: str
-    created_s: float
     # Which step it began behind: 0, or that of the state that it goes on from.
     first_step: int = 0
     # How many steps were made, and by which job the last one; none at first.
@@ -50,14 +42,11 @@ class RunRecord:
     kept_after: int = 0
     state_step: int | None = None
     state_bytes: int = 0
-    # Of this class; a record of a later one is not read.
-    version: int = VERSION
 
-    def __post_init__(self) -> None:
-        """Raises:
-        ValueError: a later version of gradbox wrote the record.
-        """
-        refuse_later(self.version, newest=VERSION)
+    @property
+    def kept_bytes(self) -> int:
+        """What its two state files take."""
+        return self.state_bytes
 
     @property
     def used_s(self) -> float:
@@ -102,78 +91,59 @@ class RunRecord:
         """Return what the wire says of it."""
         spec = self.spec
         return RunView(
-            id=self.id,
-            name=spec.name,
-            owner=self.owner,
-            model=self.model,
-            model_version=self.model_version,
+            **{name: getattr(spec, name) for name in ("name", "wrt", "mode", "precision", "seed")},
+            **{name: getattr(self, name) for name in _SHOWN},
             optimizer=spec.optimizer.model_dump(mode="json", exclude_defaults=True),
-            wrt=spec.wrt,
             adapter=None if spec.adapter is None else spec.adapter.model_dump(mode="json"),
-            mode=spec.mode,
-            precision=spec.precision,
-            seed=spec.seed,
-            num_steps=self.num_steps,
             under_way=under_way,
-            loss=self.loss,
-            grad_norm=self.grad_norm,
-            created_s=self.created_s,
-            last_step_s=self.last_step_s,
-            state_step=self.state_step,
-            state_bytes=self.state_bytes,
             saves=list(saves),
         )
 
-    def to_json(self) -> bytes:
-        return _RECORD.dump_json(self)
 
-    @classmethod
-    def from_json(cls, text: bytes) -> RunRecord:
-        """Raises:
-        ValueError: these are not the bytes of a record that this version reads.
-        """
-        return _RECORD.validate_json(text)
-
-
-@dataclass(frozen=True)
-class SaveRecord:
-    """A state that is saved under a name, or is about to be."""
+@dataclass(frozen=True, kw_only=True)
+class SaveRecord(OwnedRecord):
+    """A state that is saved under a name, or is about to be; its owner is that of the run."""
 
     name: str
-    # Of the run.
-    owner: str
     run: str
     step: int
     # The job that writes it.
     job: str
-    created_s: float
     # Whether everybody may read it.
     shared: bool = False
     # What its file takes; None until it is written.
     size_bytes: int | None = None
-    version: int = VERSION
+
+    @classmethod
+    def of(
+        cls, run: RunRecord, name: str, *, step: int, job: str, shared: bool, now_s: float
+    ) -> SaveRecord:
+        """Return that of a state which a job is about to save."""
+        return cls(
+            id=save_id(run.owner, name),
+            owner=run.owner,
+            created_s=now_s,
+            name=name,
+            run=run.id,
+            step=step,
+            job=job,
+            shared=shared,
+        )
+
+    @property
+    def kept_bytes(self) -> int:
+        """What its file takes."""
+        return self.size_bytes or 0
 
     def view(self) -> SaveView:
         """Return what the wire says of it, once it is written."""
-        return SaveView(
-            name=self.name,
-            run=self.run,
-            step=self.step,
-            created_s=self.created_s,
-            size_bytes=self.size_bytes or 0,
-            shared=self.shared,
-        )
-
-    def to_json(self) -> bytes:
-        return _SAVE.dump_json(self)
-
-    @classmethod
-    def from_json(cls, text: bytes) -> SaveRecord:
-        """Raises:
-        ValueError: these are not the bytes of a save.
-        """
-        return _SAVE.validate_json(text)
+        return SaveView.model_validate(self, from_attributes=True)
 
 
-_RECORD = TypeAdapter(RunRecord)
-_SAVE = TypeAdapter(SaveRecord)
+def save_id(owner: str, name: str) -> str:
+    """Return the id of an owner's save of a name."""
+    return f"{owner}:{name}"
+
+
+# What the wire calls as the record does.
+_SHOWN = RunView.model_fields.keys() & {item.name for item in fields(RunRecord)}

@@ -6,6 +6,7 @@ To read in this order:
     room                 what may still be written: what the disk has free, less a reserve
     small                small files in Redis, until they were kept for a while
     blobs, results       the two kinds of files
+    folders              those of runs and stores
     estimates            what was measured of jobs
 """
 

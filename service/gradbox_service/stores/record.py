@@ -6,12 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pydantic import TypeAdapter
-
 from gradbox.errors import InvalidInputs
 from gradbox.protocol import LAB, PartView, StoreSpec, StoreView
-
-VERSION = 1
+from gradbox_service.database.owned import OwnedRecord
 
 
 @dataclass(frozen=True)
@@ -27,43 +24,27 @@ class StorePart:
     ids: Literal["int", "str"]
 
 
-@dataclass(frozen=True)
-class StoreRecord:
-    """A store. Times are seconds since 1970, UTC."""
+@dataclass(frozen=True, kw_only=True)
+class StoreRecord(OwnedRecord):
+    """A store."""
 
-    id: str
-    # The name of the token that made it.
-    owner: str
     spec: StoreSpec
     # The registered name, and the full version that all rows are of.
     model: str
     model_version: str
-    created_s: float
     used_s: float
     # The digest of the loss that the first rows were made by; "" before there are any.
     loss: str = ""
     parts: tuple[StorePart, ...] = ()
     # Who may read it beside its owner; LAB is everybody.
     grants: tuple[str, ...] = ()
-    # Of this class; a record of a later one is not read.
-    version: int = VERSION
-
-    def __post_init__(self) -> None:
-        """Raises:
-        ValueError: a later version of gradbox wrote the record.
-        """
-        if self.version > VERSION:
-            raise ValueError(
-                f"expected a store's record of version {VERSION} or earlier, got {self.version}: "
-                f"a later gradbox wrote it"
-            )
 
     @property
     def num_rows(self) -> int:
         return sum(part.num_rows for part in self.parts)
 
     @property
-    def size_bytes(self) -> int:
+    def kept_bytes(self) -> int:
         """What its files take."""
         return sum(part.size_bytes for part in self.parts)
 
@@ -91,46 +72,21 @@ class StoreRecord:
     def view(self, *, of_owner: bool) -> StoreView:
         """Return what the wire says of it."""
         first, spec = next(iter(self.parts), None), self.spec
+        shown = {name: getattr(spec, name) for name in _SHOWN_OF_SPEC}
         return StoreView(
-            id=self.id,
-            name=spec.name,
-            owner=self.owner,
-            model=self.model,
-            model_version=self.model_version,
-            wrt=spec.wrt,
-            projection=spec.projection,
-            dtype=spec.dtype,
-            mode=spec.mode,
-            precision=spec.precision,
-            seed=spec.seed,
-            state=spec.state,
+            **shown | {name: getattr(self, name) for name in _SHOWN},
             num_rows=self.num_rows,
             num_columns=None if first is None else first.num_columns,
             ids=None if first is None else first.ids,
-            parts=[
-                PartView(
-                    job=part.job,
-                    num_rows=part.num_rows,
-                    size_bytes=part.size_bytes,
-                    sha256=part.sha256,
-                )
-                for part in self.parts
-            ],
-            size_bytes=self.size_bytes,
-            created_s=self.created_s,
-            used_s=self.used_s,
+            parts=[PartView.model_validate(part, from_attributes=True) for part in self.parts],
+            size_bytes=self.kept_bytes,
             grants=list(self.grants) if of_owner else [],
         )
 
-    def to_json(self) -> bytes:
-        return _RECORD.dump_json(self)
 
-    @classmethod
-    def from_json(cls, text: bytes) -> StoreRecord:
-        """Raises:
-        ValueError: these are not the bytes of a record that this version reads.
-        """
-        return _RECORD.validate_json(text)
+# What the wire calls as the record and its spec do.
+_SHOWN = {"id", "owner", "model", "model_version", "created_s", "used_s"}
+_SHOWN_OF_SPEC = StoreView.model_fields.keys() & StoreSpec.model_fields.keys() - _SHOWN
 
 
 def check_loss(loss: str, store: StoreRecord) -> None:
@@ -147,6 +103,3 @@ def check_loss(loss: str, store: StoreRecord) -> None:
             f"loss: expected that of the rows which store {store.spec.name!r} has, got another: "
             f"make another store for it"
         )
-
-
-_RECORD = TypeAdapter(StoreRecord)

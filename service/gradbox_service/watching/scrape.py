@@ -122,10 +122,8 @@ class BoxCollector(Collector):
         yield models
 
     def _storage(self) -> Iterator[GaugeMetricFamily]:
-        results = self.box.records.result_bytes()
-        yield _by_user("gradbox_stored_result_bytes", "Results on the disk", dict(results))
-        states = self.box.runs.totals()
-        yield _by_user("gradbox_stored_run_bytes", "States of runs on the disk", dict(states))
+        for kind, by_owner in self.box.taken().items():
+            yield _by_user(f"gradbox_stored_{kind}_bytes", f"What {kind}s take", dict(by_owner))
         memory, room = self.box.records.memory(), self.box.blobs.room
         yield _gauge("gradbox_redis_memory_bytes", "Memory that Redis takes", memory.used_bytes)
         if memory.bound_bytes is not None:

@@ -83,7 +83,7 @@ def test_what_is_written_of_a_run_meanwhile_stays(
     run = box.backing.runs.get("r")
     assert run is not None
     assert (run.num_steps, run.state_step, run.state_bytes) == (1, 0, 7)
-    assert box.backing.runs.bytes_of("ann") == 7
+    assert box.backing.runs.totals()["ann"] == 7
 
 
 @pytest.mark.parametrize(
@@ -115,14 +115,14 @@ def test_a_state_is_saved_with_the_end_of_its_job(tmp_path: Path) -> None:
     runs, state = box.backing.runs, StateRef(run="r", step=0)
     runs.create(RUN, idempotency_key=None, digest="d")
     job = box.submit(StateSpec(computation="state", model="m", state=state, save="good"))
-    save = SaveRecord("good", "ann", "r", 0, job, 1.0)
+    save = SaveRecord.of(RUN, "good", step=0, job=job, shared=False, now_s=1.0)
     pipe = box.backing.records._redis.pipeline()
     runs.saving(save, before=None).write(pipe)
     pipe.execute()
     saved = Finished(RESULT, b"abc", saved_bytes=9)
     assert runner(box, lambda work, supervision: saved).run(job) == "done"
     assert runs.save("ann", "good") == dataclasses.replace(save, size_bytes=9)
-    assert runs.bytes_of("ann") == 9
+    assert runs.totals()["ann"] == 9
     again = box.submit(StateSpec(computation="state", model="m", state=state, save="good"))
     assert runner(box, lambda work, supervision: saved).run(again) == "failed"
-    assert runs.bytes_of("ann") == 9
+    assert runs.totals()["ann"] == 9
