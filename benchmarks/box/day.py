@@ -28,7 +28,6 @@ from benchmarks.page import section, table, verdicts
 from gradbox import GradClient
 from gradbox.protocol import JobState, JobView
 from gradbox_service.database.connection import connect
-from gradbox_service.identity.revocations import Revocations
 from gradbox_service.identity.tokens import Tokens
 from gradbox_service.up.embedded_redis import url_in
 from gradbox_worker.demo.box import running_box
@@ -185,7 +184,7 @@ def _run_each_once(client: GradClient, mix: Sequence[Row]) -> None:
 def _tokens(data: Path, people: Sequence[str]) -> Mapping[str, str]:
     connection = connect(url_in(data / "redis"))
     try:
-        tokens = Tokens(connection, revocations=Revocations(data))
+        tokens = Tokens(connection)
         return {person: tokens.create(person) for person in people}
     finally:
         connection.close()

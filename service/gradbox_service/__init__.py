@@ -12,7 +12,7 @@ What that stands on:
     runs          training on the box: which steps were made, and where states are
     fleet         the workers, the models they offer, and whether they are handed jobs
     accounting    what each owner used, and which blobs are theirs
-    identity      who may use the box: tokens, sessions, revocations
+    identity      who may use the box: tokens, sessions
     store         blobs and results on the disk; cleaning removes what nobody needs any more
     database      how Redis is reached
 

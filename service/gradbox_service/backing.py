@@ -11,7 +11,6 @@ from gradbox_service.database.connection import connect
 from gradbox_service.database.leadership import Leadership
 from gradbox_service.fleet.operation import Operation
 from gradbox_service.fleet.workers import Fleet
-from gradbox_service.identity.revocations import Revocations
 from gradbox_service.identity.sessions import Sessions
 from gradbox_service.identity.tokens import Tokens
 from gradbox_service.jobs.records import Records
@@ -64,7 +63,7 @@ class Backing:
                 "(`gradbox up` brings its own)"
             )
         connection = connect(settings.redis_url)
-        tokens = Tokens(connection, revocations=Revocations(settings.data))
+        tokens = Tokens(connection)
         return cls(
             records=Records(connection),
             usage=Usage(connection),

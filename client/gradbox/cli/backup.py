@@ -27,7 +27,7 @@ RECORDS: Final = Path("redis", "appendonlydir")
 MANIFEST: Final = "appendonly.aof.manifest"
 MODELS_FILE: Final = "models.toml"
 RUNS: Final = "runs"
-TOKENS: Final = ("revoked-tokens", "owner-token")
+TOKEN: Final = "owner-token"
 # What a line of the manifest ends with whose file Redis is about to remove.
 HISTORY: Final = "h"
 
@@ -52,7 +52,7 @@ def run(dest: Destination, *, data: DataFolder = None, models: ModelsFile = None
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(mode=0o700, parents=True)
     models = models or folder / MODELS_FILE
-    for path in (*(folder / name for name in TOKENS), models):
+    for path in (folder / TOKEN, models):
         if path.is_file():
             shutil.copy2(path, new / (MODELS_FILE if path == models else path.name))
     _copy_records(folder / RECORDS, new / RECORDS)

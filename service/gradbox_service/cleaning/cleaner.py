@@ -71,7 +71,6 @@ class Cleaner(RepeatingThread):
 
     def clean(self) -> list[Stored]:
         """Remove what has expired; return the files that went."""
-        self._box.tokens.reconcile()
         now_s = time.time()
         self._end_records(now_s=now_s)
         self._end_runs(now_s=now_s)

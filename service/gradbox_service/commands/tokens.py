@@ -15,9 +15,7 @@ from gradbox.cli.exits import DONE, WRONG_USAGE
 from gradbox.cli.output import AsJson, local, say_table
 from gradbox_service.commands.beside_the_box import DataFolder, RedisUrl, at_redis, beside_the_box
 from gradbox_service.database.connection import connect
-from gradbox_service.identity.revocations import Revocations
 from gradbox_service.identity.tokens import Tokens
-from gradbox_service.settings import Settings
 
 
 def register(app: typer.Typer) -> None:
@@ -94,4 +92,4 @@ def revoke(
 def _tokens(redis_url: str | None, data: Path | None) -> Iterator[Tokens]:
     """Give the tokens in the Redis that a command's options name."""
     with beside_the_box(), closing(connect(at_redis(redis_url, data))) as connection:
-        yield Tokens(connection, revocations=Revocations(Settings.read(data=data).data))
+        yield Tokens(connection)

@@ -21,7 +21,6 @@ from gradbox_service.http.app import create_app
 from gradbox_service.http.connections import BoundedProtocol, ConnectionLimits
 from gradbox_service.http.event_hub import Hub
 from gradbox_service.http.listening import bind, check_exposure, url_of
-from gradbox_service.identity.revocations import Revocations
 from gradbox_service.settings import BadSettings, Settings
 
 log = logging.getLogger(__name__)
@@ -79,10 +78,6 @@ def serve(
     settings.make_data_folder()
     with suppress(OSError):  # `gradbox storage` then goes by its own settings
         settings.note()
-    try:
-        Revocations(settings.data).prepare()
-    except OSError as error:
-        log.warning("no token can be revoked while Redis refuses changes: %s", error)
     config = _config(app, settings)
     bound = bound or bind(settings.host, settings.port)
     # uvicorn hands a signal on to the earlier handler once it has stopped; by then all is done.

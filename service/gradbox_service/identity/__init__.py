@@ -4,5 +4,4 @@ To read in this order:
 
     tokens         bearer tokens, by their hash; each has the name of an owner of jobs
     sessions       of browsers: a cookie that stands for a token
-    revocations    those that Redis does not take for now
 """

@@ -2,8 +2,6 @@
 
 A token has 256 random bits, so a plain SHA-256 cannot be searched, and looking the hash up reveals
 nothing about the token by its timing.
-
-A token can be revoked while Redis refuses changes: see `revocations`.
 """
 
 from __future__ import annotations
@@ -20,8 +18,6 @@ from pydantic import BaseModel, ConfigDict
 
 from gradbox.errors import GradboxError
 from gradbox_service.database.conditional_commands import ConditionalCommands
-from gradbox_service.database.refusals import store_refuses
-from gradbox_service.identity.revocations import Revocations
 
 log = logging.getLogger(__name__)
 
@@ -57,15 +53,9 @@ class TokenInfo(BaseModel):
 class Tokens:
     """The tokens of a box: one hash."""
 
-    def __init__(self, connection: redis.Redis, *, revocations: Revocations | None = None) -> None:
-        """Send nothing yet.
-
-        Args:
-            revocations: where those are noted that Redis refuses; without it they fail.
-        """
+    def __init__(self, connection: redis.Redis) -> None:
         self._redis = connection
         self._commands = ConditionalCommands(connection, over_bound=True)
-        self._revocations = revocations
 
     def create(self, name: str, *, admin: bool = False) -> str:
         """Make a token for `name` and return it; it cannot be read again.
@@ -87,26 +77,11 @@ class Tokens:
         return sorted(self._all().values(), key=lambda info: info.created_s)
 
     def revoke(self, name_or_id: str) -> int:
-        """Forget the token of that id, or all of that name; return how many there were.
-
-        Raises:
-            NotRevoked: neither Redis nor the disk takes it.
-        """
+        """Forget the token of that id, or all of that name; return how many there were."""
         known = self._all().items()
         found = [digest for digest, info in known if name_or_id in (info.name, info.id)]
-        if not found:
-            return 0
-        try:
+        if found:
             self._redis.hdel(TOKENS, *found)
-        except redis.RedisError as error:
-            if self._revocations is None or not store_refuses(error):
-                raise
-            self._revocations.add(found)
-            log.warning(
-                "Redis takes no change for now (%s): the revocation holds, and is noted in %s",
-                error,
-                self._revocations.folder,
-            )
         return len(found)
 
     def find(self, token: str) -> TokenInfo | None:
@@ -116,30 +91,12 @@ class Tokens:
     def hashed(self, digest: str) -> TokenInfo | None:
         """Return the same of the token with this hash."""
         text = cast("bytes | None", self._redis.hget(TOKENS, digest))
-        if text is None or (self._revocations is not None and self._revocations.holds(digest)):
-            return None
-        return _read(text)
-
-    def reconcile(self) -> None:
-        """Make the revocations that could only be noted."""
-        digests = self._revoked()
-        if digests and self._revocations is not None:
-            self._redis.hdel(TOKENS, *digests)
-            self._revocations.remove(digests)
-            log.info("Redis takes changes again: %d noted revocations are made", len(digests))
-
-    def _revoked(self) -> frozenset[str]:
-        return frozenset() if self._revocations is None else self._revocations.digests()
+        return None if text is None else _read(text)
 
     def _all(self) -> dict[str, TokenInfo]:
         stored = cast("dict[bytes, bytes]", self._redis.hgetall(TOKENS))
         found = {digest.decode(): _read(text) for digest, text in stored.items()}
-        revoked = self._revoked()
-        return {
-            digest: info
-            for digest, info in found.items()
-            if info is not None and digest not in revoked
-        }
+        return {digest: info for digest, info in found.items() if info is not None}
 
 
 def digest_of(token: str) -> str:

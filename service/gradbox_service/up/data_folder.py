@@ -20,7 +20,6 @@ from gradbox.errors import GradboxError
 from gradbox.settings import FILE, ClientSettings, write_settings
 from gradbox_service.database.connection import connect
 from gradbox_service.database.refusals import store_refuses, why_refused
-from gradbox_service.identity.revocations import Revocations
 from gradbox_service.identity.tokens import Tokens
 from gradbox_service.store.files import lock_file, write_whole
 from gradbox_service.up.embedded_redis import NoRedis
@@ -69,7 +68,7 @@ class Credentials:
         """
         earlier = self._earlier_token()
         with closing(connect(redis_url)) as connection, takes_changes(self._data):
-            tokens = Tokens(connection, revocations=Revocations(self._data))
+            tokens = Tokens(connection)
             known = None if earlier is None else tokens.find(earlier)
             if earlier is not None and known is not None and known.admin:
                 token = earlier
