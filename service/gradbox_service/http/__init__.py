@@ -6,7 +6,8 @@ To read in this order:
     connections          what a connection may send, and how slowly bytes may move on it
     app                  the app put together: state, middleware, routes
     auth                 whose token or session, whose job
-    allowances           how much an owner may ask at once: requests a second, streams, transfers
+    request_rate         how many requests a second of one sender
+    allowances           how many streams and transfers one owner may have open
     bodies               bodies that are read whole: posted jobs with their blobs, and small ones
     paging               lists, a page at a time
     waiting              answers that wait for a job's end, and hold its small result

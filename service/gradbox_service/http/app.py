@@ -20,9 +20,10 @@ from gradbox_service.cleaning.cleaner import Cleaner
 from gradbox_service.dashboard import pages
 from gradbox_service.dashboard.board import Board
 from gradbox_service.http import openapi, problems
-from gradbox_service.http.allowances import Allowance, RateLimit, open_streams, open_transfers
+from gradbox_service.http.allowances import open_streams, open_transfers
 from gradbox_service.http.bodies import Bodies
 from gradbox_service.http.event_hub import Hub
+from gradbox_service.http.request_rate import RequestRate
 from gradbox_service.http.routes import (
     blobs,
     box,
@@ -120,12 +121,8 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
         settings=settings,
     )
     app.state.bodies = Bodies(folder=settings.data, limit_bytes=settings.max_spec_bytes)
-    app.add_middleware(
-        RateLimit,
-        allowance=Allowance(settings.requests_per_s),
-        requests_per_s=settings.requests_per_s,
-    )
-    if settings.cors_origin:  # outside what refuses: a page is to read refusals, too
+    app.state.request_rate = RequestRate(settings.requests_per_s)
+    if settings.cors_origin:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origin,

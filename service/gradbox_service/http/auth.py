@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 
 from gradbox.errors import JobNotFound, Unauthorized
 from gradbox_service.backing import Backing
+from gradbox_service.http.request_rate import RequestRate
 from gradbox_service.identity.tokens import TokenInfo
 from gradbox_service.jobs import JobRecord
 
@@ -53,19 +54,26 @@ def credentials_of(request: Request) -> HTTPAuthorizationCredentials | None:
 def caller_of(request: Request, box: Box, credentials: Credentials) -> TokenInfo:
     """Return what is known of the request's token: `name` owns jobs and blobs.
 
-    The rate limit learns from `request.state.owner` whom the token or session counts as.
-
     Raises:
         Unauthorized: there is no token and no session, or it is nobody's.
+        TooManyRequests: they came too fast.
         HTTPException: another site may have made a browser send this.
     """
+    rate: RequestRate = request.app.state.request_rate
     try:
         caller = _found(request, box, credentials)
     except Unauthorized:
-        request.state.owner = None
+        rate.take(_address(request))
         raise
-    request.state.owner = caller.name
+    rate.take(caller.name)
     return caller
+
+
+def _address(request: Request) -> str:
+    """Return the address of the connection as a sender: with a space, which no owner's name has."""
+    # As the connection has it: a proxy's headers may say another one in `client`.
+    host, _port = getattr(request.state, "peer", None) or request.client or ("unknown", 0)
+    return f"address {host}"
 
 
 def _found(
@@ -111,7 +119,7 @@ class Listener:
             return True
         self._looked_at = time.monotonic()
         try:
-            await anyio.to_thread.run_sync(caller_of, self._request, self._box, self._credentials)
+            await anyio.to_thread.run_sync(_found, self._request, self._box, self._credentials)
         except Unauthorized:
             return False
         except redis.RedisError:
@@ -127,12 +135,6 @@ def cookie_name(request: Request) -> str:
 def cookie_secret(request: Request) -> str:
     """Return the secret of the session that the request's cookie names; "" if there is none."""
     return request.cookies.get(cookie_name(request), "")
-
-
-def secret_of(request: Request) -> str:
-    """Return the token that `caller_of` looks up, else the secret of the session; "" if neither."""
-    scheme, token = get_authorization_scheme_param(request.headers.get("authorization"))
-    return token if token and scheme.lower() == "bearer" else cookie_secret(request)
 
 
 def refuse_forged(request: Request) -> None:
