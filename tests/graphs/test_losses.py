@@ -170,10 +170,9 @@ def test_signatures_without_torch_say_what_the_functions_take() -> None:
         tensors = [p for p in parameters.values() if p.kind is not p.KEYWORD_ONLY]
         options = {n: p.default for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
         assert signature.summary == (losses.BUILTIN[name].__doc__ or "").splitlines()[0]
-        assert len(signature.shapes) == len(tensors)
-        assert signature.tensors == tuple(p.name for p in tensors)
-        assert signature.optional == tuple(p.name for p in tensors if p.default is None)
-        assert {n: o.default for n, o in signature.options.items()} == options
+        assert [t.name for t in signature.tensors] == [p.name for p in tensors]
+        assert [t.required for t in signature.tensors] == [p.default is not None for p in tensors]
+        assert {o.name: o.default for o in signature.options} == options
 
 
 def test_a_fitting_builtin_is_accepted() -> None:

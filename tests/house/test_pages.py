@@ -149,8 +149,8 @@ def test_the_page_on_losses_lists_all_with_their_options() -> None:
         rows[name] = (re.findall(r"`(\w+)`", tensors), re.findall(r"`(.*?)`", options))
     assert rows == {
         name: (
-            list(signature.tensors),
-            [f"{option}={facts.default}" for option, facts in signature.options.items()],
+            [tensor.name for tensor in signature.tensors],
+            [f"{option.name}={option.default}" for option in signature.options],
         )
         for name, signature in BUILTIN_SIGNATURES.items()
     }

@@ -15,113 +15,147 @@ from gradbox.errors import InvalidInputs, InvalidJob
 
 
 @dataclass(frozen=True)
-class Option:
-    """A Python value that changes what a loss computes."""
+class LossTensor:
+    """A tensor that a loss takes, in the order of its arguments."""
 
-    default: float | str
-    meaning: str
-    above: float | None = None  # a number must be greater than this
-    at_least: float | None = None
-    choices: tuple[str, ...] = ()  # a string must be one of these
+    name: str
+    shape: str
+    required: bool = True
 
 
 @dataclass(frozen=True)
-class Signature:
-    """A builtin loss: its tensors in order, which of them may be left out, its options.
+class LossOption:
+    """A Python value that changes what a loss computes.
+
+    A number is greater than `above` or at least `at_least`; a string is one of `choices`.
+    """
+
+    name: str
+    default: float | str
+    meaning: str
+    above: float | None = None
+    at_least: float | None = None
+    choices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LossSignature:
+    """A loss that a job may name: `{"kind": "builtin", "name": …, "options": {…}}`.
 
     The first tensor is Z where the job has one unnamed group of inputs. Every other tensor is
     either another group of inputs or a loss input, by its name. `summary` is the first line of
-    the function's docstring, `shapes` has one entry a tensor.
+    the function's docstring.
     """
 
+    name: str
     summary: str
-    tensors: tuple[str, ...]
-    shapes: tuple[str, ...]
-    options: Mapping[str, Option]
-    optional: tuple[str, ...] = ()
+    tensors: tuple[LossTensor, ...]
+    options: tuple[LossOption, ...] = ()
 
 
-_TEMPERATURE = "divides the cosines"
-_ROOT = "added to a variance under its root"
-_PAIR = ("(N, D), or (2N, D) without the second", "(N, D)")
+def _temperature(default: float, where: str = "") -> LossOption:
+    return LossOption("temperature", default, f"divides the cosines{where}", above=0.0)
 
-BUILTIN_SIGNATURES: Final[Mapping[str, Signature]] = {
-    "info_nce": Signature(
+
+def _weight(name: str, default: float, of: str) -> LossOption:
+    return LossOption(name, default, f"weight of {of}", at_least=0.0)
+
+
+def _epsilon(default: float) -> LossOption:
+    return LossOption("epsilon", default, "added to a variance under its root", above=0.0)
+
+
+def _pair(first: str, second: str) -> tuple[LossTensor, LossTensor]:
+    return (
+        LossTensor(first, "(N, D), or (2N, D) without the second"),
+        LossTensor(second, "(N, D)", required=False),
+    )
+
+
+_Z: Final = LossTensor("z", "(N, D)")
+_CLASSES: Final = LossTensor("labels", "(N,) whole numbers")
+
+_SIGNATURES: Final = (
+    LossSignature(
+        "info_nce",
         "Contrast each query's passage with all other passages.",
-        ("queries", "passages"),
-        (_PAIR[0], "(M, D), M ≥ N: those from N on are hard negatives"),
-        {"temperature": Option(0.05, _TEMPERATURE, above=0.0)},
-        optional=("passages",),
+        (
+            LossTensor("queries", "(N, D), or (2N, D) without the second"),
+            LossTensor("passages", "(M, D), M ≥ N: those from N on are hard negatives", False),
+        ),
+        (_temperature(0.05),),
     ),
-    "clip_symmetric": Signature(
+    LossSignature(
+        "clip_symmetric",
         "Classify the text of each image and the image of each text.",
-        ("images", "texts", "log_scale"),
-        (*_PAIR, "()"),
-        {"temperature": Option(0.07, f"{_TEMPERATURE} where there is no log_scale", above=0.0)},
-        optional=("texts", "log_scale"),
+        (*_pair("images", "texts"), LossTensor("log_scale", "()", required=False)),
+        (_temperature(0.07, " where there is no log_scale"),),
     ),
-    "supervised_contrastive": Signature(
+    LossSignature(
+        "supervised_contrastive",
         "Draw samples of one class together, against all others.",
-        ("z", "labels"),
-        ("(N, D)", "(N,) whole numbers"),
-        {"temperature": Option(0.07, _TEMPERATURE, above=0.0)},
+        (_Z, _CLASSES),
+        (_temperature(0.07),),
     ),
-    "vicreg": Signature(
+    LossSignature(
+        "vicreg",
         "Hold two views together, each feature's spread up, and features uncorrelated.",
-        ("left", "right"),
-        _PAIR,
-        {
-            "invariance": Option(25.0, "weight of the views' distance", at_least=0.0),
-            "variance": Option(25.0, "weight of the spread", at_least=0.0),
-            "covariance": Option(1.0, "weight of the correlation", at_least=0.0),
-            "epsilon": Option(1e-4, _ROOT, above=0.0),
-        },
-        optional=("right",),
+        _pair("left", "right"),
+        (
+            _weight("invariance", 25.0, "the views' distance"),
+            _weight("variance", 25.0, "the spread"),
+            _weight("covariance", 1.0, "the correlation"),
+            _epsilon(1e-4),
+        ),
     ),
-    "barlow_twins": Signature(
+    LossSignature(
+        "barlow_twins",
         "Make the cross-correlation of two views the identity.",
-        ("left", "right"),
-        _PAIR,
-        {
-            "redundancy": Option(0.0051, "weight of the entries off the diagonal", at_least=0.0),
-            "epsilon": Option(1e-5, _ROOT, above=0.0),
-        },
-        optional=("right",),
+        _pair("left", "right"),
+        (_weight("redundancy", 0.0051, "the entries off the diagonal"), _epsilon(1e-5)),
     ),
-    "mmd": Signature(
+    LossSignature(
+        "mmd",
         "Squared maximum mean discrepancy of two samples under a Gaussian kernel.",
-        ("z", "reference"),
-        ("(N, D)", "(M, D)"),
-        {"bandwidth": Option(1.0, "the kernel's standard deviation", above=0.0)},
+        (_Z, LossTensor("reference", "(M, D)")),
+        (LossOption("bandwidth", 1.0, "the kernel's standard deviation", above=0.0),),
     ),
-    "wasserstein_1d": Signature(
+    LossSignature(
+        "wasserstein_1d",
         "p-th power of the p-Wasserstein distance of two samples, feature by feature, averaged.",
-        ("z", "reference"),
-        ("(N,) or (N, D)", "as z"),
-        {"power": Option(2.0, "p", at_least=1.0)},
+        (LossTensor("z", "(N,) or (N, D)"), LossTensor("reference", "as z")),
+        (LossOption("power", 2.0, "p", at_least=1.0),),
     ),
-    "triplet_all": Signature(
+    LossSignature(
+        "triplet_all",
         "Every anchor with every positive and every negative.",
-        ("z", "labels"),
-        ("(N, D)", "(N,) whole numbers"),
-        {"margin": Option(0.2, "by which negatives shall be farther, squared", at_least=0.0)},
+        (_Z, _CLASSES),
+        (LossOption("margin", 0.2, "by which negatives shall be farther, squared", at_least=0.0),),
     ),
-    "cox_partial_likelihood": Signature(
+    LossSignature(
+        "cox_partial_likelihood",
         "Negative log partial likelihood of a proportional hazards model, per event.",
-        ("z", "times", "events"),
-        ("(N,) or (N, 1)", "(N,)", "(N,), 1 where the event was seen, else 0"),
-        {},
+        (
+            LossTensor("z", "(N,) or (N, 1)"),
+            LossTensor("times", "(N,)"),
+            LossTensor("events", "(N,), 1 where the event was seen, else 0"),
+        ),
     ),
-    "cross_entropy": Signature(
+    LossSignature(
+        "cross_entropy",
         "Classify each sample.",
-        ("z", "labels"),
-        ("(N, C) or (N, C, ...)", "(N,) whole numbers, or (N, ...), or probabilities as z"),
-        {
-            "label_smoothing": Option(0.0, "share of the target on all classes", at_least=0.0),
-            "reduction": Option("mean", "over the samples", choices=("mean", "sum")),
-        },
+        (
+            LossTensor("z", "(N, C) or (N, C, ...)"),
+            LossTensor("labels", "(N,) whole numbers, or (N, ...), or probabilities as z"),
+        ),
+        (
+            LossOption("label_smoothing", 0.0, "share of the target on all classes", at_least=0.0),
+            LossOption("reduction", "mean", "over the samples", choices=("mean", "sum")),
+        ),
     ),
-}
+)
+
+BUILTIN_SIGNATURES: Final = {signature.name: signature for signature in _SIGNATURES}
 
 
 def check_builtin(
@@ -147,17 +181,17 @@ def check_builtin(
         raise InvalidJob(
             f"loss: no builtin is called {name!r}; there are {', '.join(BUILTIN_SIGNATURES)}{hint}"
         )
+    known = {option.name: option for option in signature.options}
     for option, value in options.items():
-        if option not in signature.options:
+        if option not in known:
             raise InvalidJob(
-                f"loss: {name} has no option {option!r}; it has "
-                f"{', '.join(signature.options) or 'none'}"
+                f"loss: {name} has no option {option!r}; it has {', '.join(known) or 'none'}"
             )
-        _check_option(f"loss: {name}'s option {option}", value, signature.options[option])
-    _check_tensors(name, signature, groups, inputs)
+        _check_option(f"loss: {name}'s option {option}", value, known[option])
+    _check_tensors(signature, groups, inputs)
 
 
-def _check_option(what: str, value: Any, option: Option) -> None:
+def _check_option(what: str, value: Any, option: LossOption) -> None:
     if isinstance(option.default, str):
         if value not in option.choices:
             raise InvalidJob(f"{what} is one of {', '.join(option.choices)}; got {value!r}")
@@ -172,21 +206,23 @@ def _check_option(what: str, value: Any, option: Option) -> None:
 
 
 def _check_tensors(
-    name: str, signature: Signature, groups: Sequence[str], inputs: Collection[str]
+    signature: LossSignature, groups: Sequence[str], inputs: Collection[str]
 ) -> None:
-    given_groups = [signature.tensors[0]] if len(groups) == 1 else list(groups)
+    names = [tensor.name for tensor in signature.tensors]
+    optional = [tensor.name for tensor in signature.tensors if not tensor.required]
+    given_groups = [names[0]] if len(groups) == 1 else list(groups)
     given = [*given_groups, *inputs]
     takes = (
-        f"{name} takes {', '.join(signature.tensors)}"
-        + (f" ({', '.join(signature.optional)} may be left out)" if signature.optional else "")
+        f"{signature.name} takes {', '.join(names)}"
+        + (f" ({', '.join(optional)} may be left out)" if optional else "")
         + ": the first is the outputs of the one group of inputs; with several groups each goes by "
         "its name; the rest are loss_inputs"
     )
-    unknown = [tensor for tensor in given if tensor not in signature.tensors]
+    unknown = [tensor for tensor in given if tensor not in names]
     if unknown:
         raise InvalidInputs(f"loss: {', '.join(unknown)} is no tensor of this loss; {takes}")
     if len(set(given)) != len(given):
         raise InvalidInputs(f"loss: one tensor is given twice ({', '.join(given)}); {takes}")
-    missing = set(signature.tensors) - set(given) - set(signature.optional)
+    missing = set(names) - set(given) - set(optional)
     if missing:
         raise InvalidInputs(f"loss: {', '.join(sorted(missing))} is missing; {takes}")

@@ -2,7 +2,7 @@
 
 Read `spec` first: a job as it is posted. `options` are those of all jobs, `spec_fields` what specs
 name tensors and functions by, `per_sample` the two specs that have a row for every sample, `views`
-what the service answers about jobs, models and losses, `box` about the whole box, `problem` how
+what the service answers about jobs and models, `box` about the whole box, `problem` how
 errors travel, `receipt` what a result file says of its own making. `runs` makes a run and tells of
 it, with `optimizers`; `stores` does so of a gradient store. docs/wire.md states the same in prose.
 """
@@ -95,10 +95,6 @@ from gradbox.protocol.views import ExampleView as ExampleView
 from gradbox.protocol.views import JobList as JobList
 from gradbox.protocol.views import JobState as JobState
 from gradbox.protocol.views import JobView as JobView
-from gradbox.protocol.views import LossList as LossList
-from gradbox.protocol.views import LossOption as LossOption
-from gradbox.protocol.views import LossTensor as LossTensor
-from gradbox.protocol.views import LossView as LossView
 from gradbox.protocol.views import MethodView as MethodView
 from gradbox.protocol.views import ModelList as ModelList
 from gradbox.protocol.views import ModelView as ModelView
