@@ -188,7 +188,7 @@ def test_cancelling_says_what_became_of_the_job(
     assert main(["jobs", "watch", job_id]) == 1
     capsys.readouterr()
     assert main(["jobs", "show", job_id]) == 0
-    assert "state        cancelled\n" in capsys.readouterr().out
+    assert "state          cancelled\n" in capsys.readouterr().out
 
 
 def test_the_beginning_of_an_id_means_its_job(

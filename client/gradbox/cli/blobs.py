@@ -6,9 +6,10 @@ from typing import Annotated, Final
 
 import typer
 
-from gradbox.cli.output import AsJson, ago, complain, say, say_json, say_table
+from gradbox.cli.output import AsJson, ago, complain, say, say_json, say_views
 from gradbox.client import GradClient
 from gradbox.errors import BlobInUse
+from gradbox.protocol import BlobView
 
 commands: Final = typer.Typer(no_args_is_help=True)
 
@@ -18,14 +19,11 @@ def list_blobs(*, json: AsJson = False) -> int:
     """Print one line for each blob."""
     with GradClient() as client:
         views = sorted(client.blobs(), key=lambda view: view.used_s, reverse=True)
-    if json:
-        say_json([view.model_dump(mode="json") for view in views], indent=2)
-    elif views:
-        rows = [(view.digest, f"{view.size_bytes:,}", ago(view.used_s)) for view in views]
-        say_table([("DIGEST", "BYTES", "USED"), *rows])
-    else:
-        say("no blobs")
-    return 0
+    return say_views(views, _row, titles=("DIGEST", "BYTES", "USED"), what="blobs", json=json)
+
+
+def _row(view: BlobView) -> tuple[str, ...]:
+    return view.digest, f"{view.size_bytes:,}", ago(view.used_s)
 
 
 @commands.command("delete", help="delete blobs that no job needs")

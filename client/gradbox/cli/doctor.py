@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -121,11 +122,9 @@ def check_box() -> Iterator[Finding]:
         yield problem("token", str(error), fix="gradbox login")
         return
     yield fine("address", f"{settings.url}, by {settings.source}")
-    connection = Connection(settings, timeout_s=ANSWER_TIMEOUT_S, retry=Retry(patience_s=0))
-    try:
+    asked = Connection(settings, timeout_s=ANSWER_TIMEOUT_S, retry=Retry(patience_s=0))
+    with closing(asked) as connection:
         yield from _check_answers(settings, connection)
-    finally:
-        connection.close()
 
 
 def _check_answers(settings: ClientSettings, connection: Connection) -> Iterator[Finding]:
@@ -258,9 +257,7 @@ def _models_file(data: Path, models: Path | None) -> Finding:
         return skipped(check, "no worker is installed here, which reads it")
     # By another process: the client imports nothing of the worker.
     command = [sys.executable, "-m", "gradbox", "models", "list", "--models", str(path)]
-    asked = subprocess.run(
-        command, capture_output=True, text=True, timeout=PROCESS_TIMEOUT_S, check=False
-    )
+    asked = _output_of(command)
     if asked.returncode == 0:
         return fine(check, f"{path} can be read; `gradbox models verify` builds what it names")
     error = asked.stderr.strip().removeprefix("gradbox models: ").removeprefix("gradbox: ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 from typing import Annotated, Any, Final
 
 import typer
@@ -12,20 +13,21 @@ from gradbox.cli.completion import LOOKED_THROUGH, complete_job
 from gradbox.cli.output import (
     SHOWN_LENGTH,
     AsJson,
-    ago,
+    Everybodys,
+    Limit,
     brief,
     coloured,
     complain,
     duration,
-    local,
+    moments,
     say,
     say_json,
-    say_table,
+    say_view,
+    say_views,
 )
 from gradbox.client import GradClient
 from gradbox.errors import InvalidRequest, JobNotFound, OwnerOnly
 from gradbox.job import Job
-from gradbox.printable import printable
 from gradbox.progress import ProgressBar, begins_in, state_and_place
 from gradbox.protocol import JobState, JobView
 
@@ -87,40 +89,25 @@ commands: Final = typer.Typer(no_args_is_help=True)
 @commands.command("list", help="your jobs, newest first")
 def list_jobs(
     *,
-    everybodys: Annotated[
-        bool, typer.Option("--all", help="everybody's; for the box's owner")
-    ] = False,
+    everybodys: Everybodys = False,
     state: Annotated[JobState | None, typer.Option(help="only these")] = None,
-    limit: Annotated[int, typer.Option(metavar="N", help="at most so many")] = 100,
+    limit: Limit = 100,
     json: AsJson = False,
 ) -> int:
     """Print one line for each job."""
     with GradClient() as client:
         jobs = client.jobs(state=state, limit=limit, everybodys=everybodys)
         views = [job.view for job in jobs]
-    if json:
-        _say_views(views)
-    elif views:
-        titles = (*TITLES[:2], "OWNER", *TITLES[2:]) if everybodys else TITLES
-        say_table([titles, *(_row(view, owner=everybodys) for view in views)])
-    else:
-        say("no jobs")
-    return 0
+    titles = (*TITLES[:2], "OWNER", *TITLES[2:]) if everybodys else TITLES
+    row = partial(_row, owner=everybodys)
+    return say_views(views, row, titles=titles, what="jobs", json=json)
 
 
 @commands.command("show", help="one job")
 def show_job(id: JobId, *, json: AsJson = False) -> int:
     """Print all that the box says of a job."""
     with GradClient() as client:
-        view = find_job(client, id).view
-    if json:
-        say_json(view.model_dump(mode="json"))
-        return 0
-    for name, value in _described(view).items():
-        # A problem has several lines; all other text is somebody's, and stays on one.
-        lines = printable(value, lines=name == "error").split("\n")
-        say("\n             ".join([f"{name:<12} {lines[0]}", *lines[1:]]))
-    return 0
+        return say_view(find_job(client, id).view, _described, json=json)
 
 
 @commands.command("watch", help="follow a job to its end")
@@ -159,7 +146,7 @@ def cancel_jobs(ids: JobIds, *, json: AsJson = False) -> int:
         # All are found before the first is cancelled: a mistyped id cancels nothing.
         views = [job.cancel() for job in [find_job(client, id) for id in ids]]
     if json:
-        _say_views(views)
+        say_json([view.model_dump(mode="json") for view in views], indent=2)
         return 0
     for view in views:
         stops = view.cancel_requested and not view.state.final
@@ -179,10 +166,6 @@ def delete_jobs(ids: JobIds, *, json: AsJson = False) -> int:
     if json:
         say_json({"deleted": [job.id for job in jobs]})
     return 0
-
-
-def _say_views(views: list[JobView]) -> None:
-    say_json([view.model_dump(mode="json") for view in views], indent=2)
 
 
 def _row(view: JobView, *, owner: bool) -> tuple[str, ...]:
@@ -216,7 +199,6 @@ def _state(view: JobView) -> str:
 def _described(view: JobView) -> dict[str, object]:
     """Return what `jobs show` prints of a job, by the name that it prints before."""
     asked = view.cancel_requested and not view.state.final
-    times = {"created": view.created_s, "started": view.started_s, "finished": view.finished_s}
     found: dict[str, object] = {
         "id": view.id,
         "name": view.name,
@@ -224,16 +206,16 @@ def _described(view: JobView) -> dict[str, object]:
         "owner": view.owner,
         "computation": view.computation,
         "model": view.model,
-        **{name: f"{local(at)} ({ago(at)})" for name, at in times.items() if at is not None},
+        **moments(created=view.created_s, started=view.started_s, finished=view.finished_s),
         "waits": "" if view.hold is None else f"the box is {view.hold}",
         "waits for": view.waits_for(),
         "progress": "" if view.error is not None else how_far(view),
         "worker": view.worker,
-        "attempts": view.attempts,
-        "priority": view.priority,
+        "attempts": view.attempts or None,
+        "priority": view.priority or None,
     }
     if view.result is not None:
         found["result"] = f"{view.result.size_bytes:,} bytes, SHA-256 {view.result.sha256}"
     if view.error is not None:
         found["error"] = f"{view.error.code}: {view.error.detail}"
-    return {name: value for name, value in found.items() if value not in (None, "", 0)}
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from typing import Annotated, Final
 
 import typer
@@ -42,14 +43,11 @@ def drain(*, reason: Reason = "", no_wait: NoWait = False, json: AsJson = False)
 
 
 def _set(mode: OperationMode, reason: str = "") -> OperationView:
-    connection = Connection(find_settings())
     body = OperationOrder(mode=mode, reason=reason).model_dump_json().encode()
     headers = {"Content-Type": "application/json"}
-    try:
+    with closing(Connection(find_settings())) as connection:
         answer = connection.request("PUT", "/v1/operation", body=lambda: [body], headers=headers)
         return parsed(OperationView, answer)
-    finally:
-        connection.close()
 
 
 def _say(operation: OperationView, *, json: bool) -> int:

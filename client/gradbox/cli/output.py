@@ -11,20 +11,25 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from typing import IO, TYPE_CHECKING, Annotated, Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import typer
 
 from gradbox.printable import printable
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
     from rich.table import Table
+
+View = TypeVar("View", bound="BaseModel")
 
 # As much of a job's id as tables on a terminal show.
 SHOWN_LENGTH: Final = 12
 
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
+Everybodys = Annotated[bool, typer.Option("--all", help="everybody's; for the box's owner")]
+Limit = Annotated[int, typer.Option(metavar="N", help="at most so many")]
 
 # How rich draws a cell that holds one of these words.
 STYLES: Final[Mapping[str, str]] = {
@@ -55,6 +60,38 @@ def complain(text: object) -> None:
 def say_json(value: Any, *, indent: int | None = None) -> None:
     """Print a JSON value to stdout, every character outside ASCII escaped."""
     print(json.dumps(value, indent=indent), flush=True)
+
+
+def say_views(
+    views: Sequence[View],
+    row: Callable[[View], Sequence[str]],
+    *,
+    titles: Sequence[str],
+    what: str,
+    json: bool,
+) -> int:
+    """Print a line for each, or all as JSON; `what` they are is said where there are none."""
+    if json:
+        say_json([view.model_dump(mode="json") for view in views], indent=2)
+    elif views:
+        say_table([titles, *map(row, views)])
+    else:
+        say(f"no {what}")
+    return 0
+
+
+def say_view(view: View, described: Callable[[View], Mapping[str, object]], *, json: bool) -> int:
+    """Print one thing as JSON, or in a line for each name that it is described by."""
+    if json:
+        say_json(view.model_dump(mode="json"))
+        return 0
+    for name, value in described(view).items():
+        if value in (None, "", {}):
+            continue
+        # A problem has several lines; all other text is somebody's, and stays on one.
+        lines = printable(value, lines=name == "error").split("\n")
+        say(f"\n{'':15}".join([f"{name:<14} {lines[0]}", *lines[1:]]))
+    return 0
 
 
 def say_table(rows: Sequence[Sequence[str]]) -> None:
@@ -123,6 +160,15 @@ def brief(seconds: float) -> str:
 def ago(time_s: float, *, now_s: float | None = None) -> str:
     """Return how long ago a time was, given in seconds since 1970."""
     return f"{duration((time.time() if now_s is None else now_s) - time_s)} ago"
+
+
+def moments(**times_s: float | None) -> dict[str, str]:
+    """Return of each time that there is what is printed after its name."""
+    return {
+        name.replace("_", " "): f"{local(time_s)} ({ago(time_s)})"
+        for name, time_s in times_s.items()
+        if time_s is not None
+    }
 
 
 def local(time_s: float) -> str:

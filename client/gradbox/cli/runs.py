@@ -13,20 +13,20 @@ from gradbox.cli.completion import LOOKED_THROUGH, complete_run
 from gradbox.cli.output import (
     SHOWN_LENGTH,
     AsJson,
-    ago,
+    Everybodys,
+    Limit,
     coloured,
     duration,
-    local,
+    moments,
     say,
-    say_json,
-    say_table,
+    say_view,
+    say_views,
 )
 from gradbox.cli.result import NeededFile, check_folder
 from gradbox.client import GradClient
 from gradbox.errors import InvalidRequest, RunNotFound
 from gradbox.html import size
-from gradbox.printable import printable
-from gradbox.protocol import RunView
+from gradbox.protocol import RunView, SaveView
 from gradbox.runs import RunState, TrainRun
 
 TITLES: Final = ("ID", "NAME", "MODEL", "OPTIMIZER", "STEPS", "LOSS", "LAST STEP", "SAVES")
@@ -45,39 +45,21 @@ AtStep = Annotated[int | None, typer.Option("--step", metavar="N", help="as afte
 @commands.command("list", help="your runs, newest first")
 def list_runs(
     *,
-    everybodys: Annotated[
-        bool, typer.Option("--all", help="everybody's; for the box's owner")
-    ] = False,
-    limit: Annotated[int, typer.Option(metavar="N", help="at most so many")] = 100,
+    everybodys: Everybodys = False,
+    limit: Limit = 100,
     json: AsJson = False,
 ) -> int:
     """Print one line for each run."""
     with GradClient() as client:
         views = [run.view for run in client.runs(limit=limit, everybodys=everybodys)]
-    if json:
-        say_json([view.model_dump(mode="json") for view in views], indent=2)
-    elif views:
-        say_table([TITLES, *map(_row, views)])
-    else:
-        say("no runs")
-    return 0
+    return say_views(views, _row, titles=TITLES, what="runs", json=json)
 
 
 @commands.command("show", help="one run, with what is saved of it")
 def show_run(run: Run, *, json: AsJson = False) -> int:
     """Print all that the box says of a run."""
     with GradClient() as client:
-        view = find(client, run).view
-    if json:
-        say_json(view.model_dump(mode="json"))
-        return 0
-    for name, value in _described(view).items():
-        if value not in (None, "", {}):
-            say(f"{name:<14} {printable(value)}")
-    for save in view.saves:
-        shared = ", shared" if save.shared else ""
-        say(f"{'saved as':<14} {save.name}, step {save.step}, {size(save.size_bytes)}{shared}")
-    return 0
+        return say_view(find(client, run).view, _described, json=json)
 
 
 @commands.command("save", help="save a run's state under a name")
@@ -176,7 +158,6 @@ def _described(view: RunView) -> dict[str, object]:
     """Return what `runs show` prints of a run, by the name that it prints before."""
     options = ", ".join(f"{name}={v}" for name, v in view.optimizer.get("options", {}).items())
     adapter = view.adapter or {}
-    times = {"created": view.created_s, "last step": view.last_step_s}
     return {
         "id": view.id,
         "name": view.name,
@@ -191,9 +172,15 @@ def _described(view: RunView) -> dict[str, object]:
         "next step": view.under_way and f"job {view.under_way}",
         "loss": view.loss,
         "gradient norm": view.grad_norm,
-        **{name: f"{local(at)} ({ago(at)})" for name, at in times.items() if at is not None},
+        **moments(created=view.created_s, last_step=view.last_step_s),
         "on disk": size(view.state_bytes),
+        "saved as": "; ".join(map(_saved, view.saves)),
     }
+
+
+def _saved(save: SaveView) -> str:
+    shared = ", shared" if save.shared else ""
+    return f"{save.name}, step {save.step}, {size(save.size_bytes)}{shared}"
 
 
 def _row(view: RunView) -> tuple[str, ...]:

@@ -8,10 +8,9 @@ from typing import Annotated, Any, Final
 import typer
 
 from gradbox.cli.completion import complete_store
-from gradbox.cli.output import SHOWN_LENGTH, AsJson, ago, local, say, say_json, say_table
+from gradbox.cli.output import SHOWN_LENGTH, AsJson, ago, moments, say, say_view, say_views
 from gradbox.client import GradClient
 from gradbox.html import size
-from gradbox.printable import printable
 from gradbox.protocol import StoreView
 
 TITLES: Final = ("NAME", "OWNER", "MODEL", "ROWS", "NUMBERS", "SIZE", "USED")
@@ -34,27 +33,14 @@ def list_stores(*, json: AsJson = False) -> int:
     """Print one line for each store."""
     with GradClient() as client:
         views = [store.view for store in client.stores()]
-    if json:
-        say_json([view.model_dump(mode="json") for view in views], indent=2)
-    elif views:
-        say_table([TITLES, *map(_row, views)])
-    else:
-        say("no stores")
-    return 0
+    return say_views(views, _row, titles=TITLES, what="stores", json=json)
 
 
 @commands.command("show", help="one store, and who may read it")
 def show_store(store: Store, *, json: AsJson = False) -> int:
     """Print all that the box says of a store."""
     with GradClient() as client:
-        view = client.find_store(store).view
-    if json:
-        say_json(view.model_dump(mode="json"))
-        return 0
-    for name, value in _described(view).items():
-        if value not in (None, ""):
-            say(f"{name:<12} {printable(value)}")
-    return 0
+        return say_view(client.find_store(store).view, _described, json=json)
 
 
 @commands.command("grant", help="let people read and query a store of yours")
@@ -115,8 +101,7 @@ def _described(view: StoreView) -> dict[str, object]:
         "mode, seed": f"{view.mode}, {view.seed}",
         "rows": f"{view.num_rows} of {view.num_columns or 0} numbers in {view.dtype}",
         "on disk": size(view.size_bytes),
-        "created": f"{local(view.created_s)} ({ago(view.created_s)})",
-        "used": f"{local(view.used_s)} ({ago(view.used_s)})",
+        **moments(created=view.created_s, used=view.used_s),
         "read by": ", ".join(view.grants),
     }
 

@@ -7,7 +7,7 @@ import select
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
@@ -41,28 +41,21 @@ Every = Annotated[
 
 def top(*, once: Once = False, every: Every = 1.0, json: AsJson = False) -> int:
     """Show devices and queue until `q` or Ctrl-C, or once."""
-    connection = Connection(find_settings())
-    try:
+    # Ctrl-C is a way to leave it.
+    with suppress(KeyboardInterrupt), closing(Connection(find_settings())) as connection:
         if json:
             say_json(read_box(connection).model_dump(mode="json"))
         elif once or not sys.stdout.isatty():
             _say_once(connection)
         else:
             _live(connection, every_s=every)
-    except KeyboardInterrupt:
-        pass  # a way to leave it
-    finally:
-        connection.close()
     return 0
 
 
 def workers(*, json: AsJson = False) -> int:
     """Print a line for every worker."""
-    connection = Connection(find_settings())
-    try:
+    with closing(Connection(find_settings())) as connection:
         box = read_box(connection)
-    finally:
-        connection.close()
     if json:
         say_json([device.model_dump(mode="json") for device in box.devices], indent=2)
     elif box.devices:
