@@ -11,24 +11,22 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Collection, Mapping
+from io import BytesIO
 from itertools import islice
+from mmap import ACCESS_COPY, mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, Self
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from gradbox.errors import BlobRejected, InvalidInputs, ProtocolError
 from gradbox.results.factors import StoredTensor
 from gradbox.tensors.lazy_tensor import array_of
 from gradbox.tensors.safetensors_header import (
-    LENGTH_BYTES,
     SafetensorsHeader,
     TensorEntry,
-    header_length,
+    header_of,
     other_format,
-    parse_header,
-    read_header,
 )
 from gradbox.tensors.tensor_bytes import DTYPES, is_torch_importable
 from gradbox.written_files import beside
@@ -108,60 +106,6 @@ class ReadInPlace:
             f"expected a result to stay in its process, got one to be pickled, with its file "
             f"{self}: result.save(path), and GradResult.load(path) where it is needed"
         )
-
-
-class LocalFile(ReadInPlace):
-    """A result on this machine. Torch maps its tensors, so that they take memory as they are read.
-
-    Those that were rounded for the wire are copies in the dtype that they had on the box.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ProtocolError: it is not a safetensors file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        try:
-            file: Any = safe_open(path, framework="pt" if is_torch_importable() else "np")
-        except SafetensorError as error:
-            got = other_format(path) or f"one that is not ({error})"
-            raise ProtocolError(f"{path}: expected a result file of gradbox, got {got}") from None
-        self._file = file
-        self.metadata: Mapping[str, str] = file.metadata() or {}
-        self._rounded = rounded_tensors(self.metadata)
-        self.names = tuple(file.keys())
-
-    def __str__(self) -> str:
-        return str(self._path)
-
-    @property
-    def stored(self) -> Mapping[str, StoredTensor]:
-        parts = {name: self._file.get_slice(name) for name in self.names}
-        return {
-            name: StoredTensor(part.get_dtype(), tuple(part.get_shape()))
-            for name, part in parts.items()
-        }
-
-    def tensor(self, name: str) -> Any:
-        if name not in self._rounded:
-            return self._file.get_tensor(name)
-        dtype = self._rounded[name]
-        if self._file.get_slice(name).get_dtype() == "BF16" and not is_torch_importable():
-            return self._bfloat16(name, dtype)
-        return widened(self._file.get_tensor(name), dtype)
-
-    def _bfloat16(self, name: str, dtype: str) -> Any:
-        """Return a tensor of a type that NumPy does not have."""
-        header = read_header(self._path)
-        entry = header.tensors[name]
-        with self._path.open("rb") as file:
-            file.seek(header.data_start + entry.begin)
-            return bfloat16_array(file.read(entry.end - entry.begin), entry.shape, dtype)
-
-    def copy_to(self, path: Path) -> None:
-        with beside(path) as written:
-            shutil.copyfile(self._path, written)
 
 
 def stored_tensors(header: SafetensorsHeader) -> dict[str, StoredTensor]:
@@ -252,28 +196,14 @@ class HeldTensors(ReadInPlace):
             save_file(self._tensors, written, metadata=dict(self.metadata))
 
 
-class HeldFile:
-    """A result's bytes, and a copy in which its tensors lie; those that are widened lie apart.
+class _FileInMemory:
+    """A file whose bytes are in memory, or mapped there; tensors that are widened lie apart."""
 
-    Raises:
-        ProtocolError: they are not a safetensors file.
-    """
-
-    def __init__(self, content: bytes) -> None:
-        self._content = content  # `copy_to` writes it, whatever was written into a tensor
-        self._of_tensors = bytearray(content)
-        try:
-            length = header_length(content[:LENGTH_BYTES], file_bytes=len(content))
-            text = content[LENGTH_BYTES : LENGTH_BYTES + length]
-            self._header = parse_header(text, file_bytes=len(content))
-        except BlobRejected as error:
-            raise ProtocolError(f"expected a result file of gradbox: {error}") from None
-        self.metadata: Mapping[str, str] = self._header.metadata
+    def __init__(self, data: bytearray | mmap, header: SafetensorsHeader) -> None:
+        self._data, self._header = data, header
+        self.metadata = header.metadata
         self._rounded = rounded_tensors(self.metadata)
-        self.names = tuple(self._header.tensors)
-
-    def __str__(self) -> str:
-        return "the result that came with its job"
+        self.names = tuple(header.tensors)
 
     @property
     def stored(self) -> Mapping[str, StoredTensor]:
@@ -281,8 +211,57 @@ class HeldFile:
 
     def tensor(self, name: str) -> Any:
         entry, start = self._header.tensors[name], self._header.data_start
-        data = memoryview(self._of_tensors)[start + entry.begin : start + entry.end]
+        data = memoryview(self._data)[start + entry.begin : start + entry.end]
         return tensor_of(data, entry, shape=entry.shape, wider=self._rounded.get(name))
+
+
+class LocalFile(ReadInPlace, _FileInMemory):
+    """A result on this machine, mapped: its tensors take memory as they are read.
+
+    What is written to a tensor stays in this process.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ProtocolError: it is not a safetensors file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with path.open("rb") as file:
+            try:
+                header = header_of(file)
+            except BlobRejected as error:
+                got = other_format(path) or f"one that is not ({error})"
+                raise ProtocolError(
+                    f"{path}: expected a result file of gradbox, got {got}"
+                ) from None
+            super().__init__(mmap(file.fileno(), 0, access=ACCESS_COPY), header)
+
+    def __str__(self) -> str:
+        return str(self._path)
+
+    def copy_to(self, path: Path) -> None:
+        with beside(path) as written:
+            shutil.copyfile(self._path, written)
+
+
+class HeldFile(_FileInMemory):
+    """A result's bytes, and a copy in which its tensors lie.
+
+    Raises:
+        ProtocolError: they are not a safetensors file.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content  # `copy_to` writes it, whatever was written into a tensor
+        try:
+            header = header_of(BytesIO(content))
+        except BlobRejected as error:
+            raise ProtocolError(f"expected a result file of gradbox: {error}") from None
+        super().__init__(bytearray(content), header)
+
+    def __str__(self) -> str:
+        return "the result that came with its job"
 
     def copy_to(self, path: Path) -> None:
         with beside(path) as written:
