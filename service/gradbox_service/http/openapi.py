@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -55,11 +56,6 @@ JOB_ANSWER: Described = {
 }
 
 
-def answers_to_a_post(ended: str) -> dict[int | str, Described]:
-    """Describe the answers about a job that was posted, with `ended` where it has ended by then."""
-    return {200: {"model": JobView, "description": ended, **JOB_ANSWER}, 202: JOB_ANSWER}
-
-
 IDEMPOTENCY_KEY = sent(
     "idempotency-key",
     "Makes posting repeatable",
@@ -91,31 +87,24 @@ def json_body(model: str) -> Described:
     return {"required": True, "content": {"application/json": {"schema": schema}}}
 
 
-JOB_REQUEST: Described = {
-    "parameters": [IDEMPOTENCY_KEY, TRACEPARENT, PREFER],
-    "requestBody": with_blobs(any_of("JobSpec", "CotangentGradientSpec")),
-}
-STEP_REQUEST: Described = {
-    "parameters": [TRACEPARENT, PREFER],
-    "requestBody": with_blobs(any_of("StepSpec", "CotangentStepSpec")),
-}
+def posts_a_job(body: Described, *, ended: str, parameters: Sequence[Described] = ()) -> Described:
+    """Describe a route that posts a job; `ended` is said of one that has ended within the wait."""
+    return {
+        "status_code": 202,
+        "response_model": JobView,
+        "responses": {
+            200: {"model": JobView, "description": ended, **JOB_ANSWER},
+            202: JOB_ANSWER,
+        },
+        "openapi_extra": {"parameters": [*parameters, TRACEPARENT, PREFER], "requestBody": body},
+    }
+
+
 RUN_REQUEST: Described = {
     "parameters": [IDEMPOTENCY_KEY],
     "requestBody": json_body("RunSpec"),
 }
 STORE_REQUEST: Described = {"requestBody": json_body("StoreSpec")}
-ROWS_REQUEST: Described = {
-    "parameters": [TRACEPARENT, PREFER],
-    "requestBody": with_blobs(any_of("StoreRowsSpec")),
-}
-QUERY_REQUEST: Described = {
-    "parameters": [TRACEPARENT, PREFER],
-    "requestBody": with_blobs(any_of("StoreQuerySpec")),
-}
-SAVE_REQUEST: Described = {
-    "parameters": [TRACEPARENT, PREFER],
-    "requestBody": json_body("SaveOrder"),
-}
 RESULT_REQUEST: Described = {
     "parameters": [
         sent(
@@ -135,9 +124,9 @@ RESULT_ANSWERS: dict[int | str, Described] = {
         | {"Accept-Ranges": header("`bytes`"), "Last-Modified": header("When the job ended")},
     },
     206: {
-        "description": "The range, or several as multipart/byteranges",
-        "content": {"application/octet-stream": BINARY, "multipart/byteranges": BINARY},
-        "headers": _ETAG | {"Content-Range": header("Which bytes of how many; of one range")},
+        "description": "The range",
+        "content": {"application/octet-stream": BINARY},
+        "headers": _ETAG | {"Content-Range": header("Which bytes of how many")},
     },
     304: {"description": "The file has an ETag of If-None-Match", "headers": _ETAG},
 }

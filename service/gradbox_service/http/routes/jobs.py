@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterable, Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Annotated, Final
+from typing import Annotated, Final, TypeVar
 
 import anyio.to_thread
 from fastapi import Depends, Header, Request, Response
@@ -17,7 +17,7 @@ from starlette.routing import Route
 from gradbox.errors import InvalidRequest, Unauthorized
 from gradbox.protocol import JobList, JobState, JobView
 from gradbox.spans import Spans, read_traceparent
-from gradbox_service.admission.posting import Admission, Sent, post
+from gradbox_service.admission.posting import Sent, post
 from gradbox_service.backing import Backing
 from gradbox_service.http.allowances import OpenRequests, stream
 from gradbox_service.http.auth import (
@@ -39,11 +39,13 @@ from gradbox_service.http.bodies import (
 )
 from gradbox_service.http.event_hub import Hub
 from gradbox_service.http.openapi import (
+    IDEMPOTENCY_KEY,
     JOB_ANSWER,
-    JOB_REQUEST,
     MAX_KEY_LENGTH,
     PREFER,
-    answers_to_a_post,
+    any_of,
+    posts_a_job,
+    with_blobs,
 )
 from gradbox_service.http.paging import Cursor, Everybodys, Limit, behind, check_may_list, page_of
 from gradbox_service.http.routes import Router
@@ -57,31 +59,45 @@ router = Router(prefix="/v1/jobs", tags=["jobs"])
 # A body up to this size is received before its sender is known: uvicorn holds as much unasked.
 RECEIVED_UNASKED_BYTES = 64 * KIB
 SPANS = Spans("gradbox-service")
+Made = TypeVar("Made")
 
 
 @router.post(
     "",
-    status_code=202,
-    response_model=JobView,
-    responses=answers_to_a_post("The job has ended within the wait"),
-    openapi_extra=JOB_REQUEST,
+    **posts_a_job(
+        with_blobs(any_of("JobSpec", "CotangentGradientSpec")),
+        ended="The job has ended within the wait",
+        parameters=[IDEMPOTENCY_KEY],
+    ),
 )
 async def post_job(request: Request, credentials: Credentials) -> Response:
     """Accept a job, with its small blobs. It then ends in exactly one of done, failed, cancelled.
 
     `Prefer: wait=N` waits for its end, which is then what the answer says, with status 200.
     """
-    at: Admission = request.app.state.admission
-    return await take_job(request, credentials, partial(post, at=at))
+    return await take_job(request, credentials, post)
+
+
+async def take_spec(request: Request, credentials: Credentials, make: Callable[..., Made]) -> Made:
+    """Receive what a run or a store is to be, and return what `make` makes of it.
+
+    Args:
+        make: takes the JSON, what came beside it (`sent`), and what it is checked against (`at`).
+    """
+    box: Backing = request.app.state.backing
+    bodies: Bodies = request.app.state.bodies
+    caller = await anyio.to_thread.run_sync(caller_of, request, box, credentials)
+    sent = Sent(caller, idempotency_key=idempotency_key(request))
+    return await bodies.handle(request, partial(make, sent=sent, at=request.app.state.admission))
 
 
 async def take_job(
-    request: Request, credentials: Credentials, post: Callable[[bytes, Sent], JobRecord]
+    request: Request, credentials: Credentials, post: Callable[..., JobRecord]
 ) -> Response:
     """Receive a job with its small blobs, and answer about it as its caller prefers.
 
     Args:
-        post: takes the job's JSON and what came beside it.
+        post: as `make` of `take_spec`.
     """
     # The headers are read here and not by FastAPI, and a small job's token by the thread that takes
     # its body: that was a tenth of what the service spent on such a job.
@@ -104,7 +120,7 @@ async def take_job(
             parts = read_parts(body, content_type=content_type) if form else Parts(body, {})
             bodies.check_job(parts.job)
             sent = Sent(caller, parts.blobs, key, traceparent=parent or span.traceparent)
-            return post(parts.job, sent), caller
+            return post(parts.job, sent=sent, at=request.app.state.admission), caller
 
         limit_bytes = MAX_BODY_BYTES if form else None
         record, caller = await bodies.handle(request, accept, limit_bytes=limit_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Final
 
 import anyio.to_thread
@@ -10,29 +11,24 @@ from fastapi import Path, Query, Request, Response
 
 from gradbox.errors import RunNotFound
 from gradbox.protocol import History, JobView, RunList, RunView, StateRef
-from gradbox_service.admission.posting import Sent
+from gradbox_service.admission.posting import Admission, Sent
 from gradbox_service.admission.training import ask_weights, make_run, post_step, save_state
 from gradbox_service.backing import Backing
 from gradbox_service.cleaning.cleaner import Cleaner
 from gradbox_service.database.conditional_commands import until_current
-from gradbox_service.http.auth import Box, Caller, Credentials, Listener, caller_of
-from gradbox_service.http.bodies import Bodies
+from gradbox_service.http.auth import Box, Caller, Credentials, Listener
 from gradbox_service.http.openapi import (
     JOB_ANSWER,
     PREFER,
     RUN_REQUEST,
-    SAVE_REQUEST,
-    STEP_REQUEST,
-    answers_to_a_post,
+    any_of,
+    json_body,
+    posts_a_job,
+    with_blobs,
 )
 from gradbox_service.http.paging import Cursor, Everybodys, Limit, behind, check_may_list, page_of
 from gradbox_service.http.routes import Router
-from gradbox_service.http.routes.jobs import (
-    answer_about,
-    idempotency_key,
-    take_job,
-)
-from gradbox_service.jobs import JobRecord
+from gradbox_service.http.routes.jobs import answer_about, take_job, take_spec
 from gradbox_service.runs.record import RunRecord, SaveRecord
 from gradbox_service.runs.removal import delete_run, delete_save
 from gradbox_service.runs.steps import under_way, visible
@@ -55,15 +51,11 @@ WEIGHTS_ANSWER: Final[dict[str, Any]] = {
 @router.post("", status_code=201, response_model=RunView, openapi_extra=RUN_REQUEST)
 async def post_run(request: Request, credentials: Credentials) -> RunView:
     """Make a run. Its first step is the next job of it."""
-    box: Backing = request.app.state.backing
-    bodies: Bodies = request.app.state.bodies
-    caller = await anyio.to_thread.run_sync(caller_of, request, box, credentials)
-    sent = Sent(caller, idempotency_key=idempotency_key(request))
 
-    def make(body: bytes) -> RunView:
-        return _view(make_run(body, sent=sent, at=request.app.state.admission), box)
+    def make(body: bytes, sent: Sent, at: Admission) -> RunView:
+        return _view(make_run(body, sent=sent, at=at), at.box)
 
-    return await bodies.handle(request, make, limit_bytes=None)
+    return await take_spec(request, credentials, make)
 
 
 @router.get("")
@@ -122,10 +114,10 @@ def list_steps(
 
 @router.post(
     "/{run_id}/steps/{number}",
-    status_code=202,
-    response_model=JobView,
-    responses=answers_to_a_post("The step has ended within the wait"),
-    openapi_extra=STEP_REQUEST,
+    **posts_a_job(
+        with_blobs(any_of("StepSpec", "CotangentStepSpec")),
+        ended="The step has ended within the wait",
+    ),
 )
 async def post_one_step(
     run_id: str, number: Number, request: Request, credentials: Credentials
@@ -134,11 +126,7 @@ async def post_one_step(
 
     409 where the run is elsewhere.
     """
-
-    def accept(body: bytes, sent: Sent) -> JobRecord:
-        return post_step(body, run_id, number, sent=sent, at=request.app.state.admission)
-
-    return await take_job(request, credentials, accept)
+    return await take_job(request, credentials, partial(post_step, run_id=run_id, number=number))
 
 
 @router.get("/{run_id}/weights", **WEIGHTS_ANSWER)
@@ -165,19 +153,11 @@ async def saved_weights(
 
 
 @router.post(
-    "/{run_id}/saves",
-    status_code=202,
-    response_model=JobView,
-    responses=answers_to_a_post("Saved within the wait"),
-    openapi_extra=SAVE_REQUEST,
+    "/{run_id}/saves", **posts_a_job(json_body("SaveOrder"), ended="Saved within the wait")
 )
 async def post_save(run_id: str, request: Request, credentials: Credentials) -> Response:
     """Save a state of a run under a name, by a job. 409 where the name is another state's."""
-
-    def accept(body: bytes, sent: Sent) -> JobRecord:
-        return save_state(body, run_id, sent=sent, at=request.app.state.admission)
-
-    return await take_job(request, credentials, accept)
+    return await take_job(request, credentials, partial(save_state, run_id=run_id))
 
 
 @router.delete("/{run_id}/saves/{name}", status_code=204)

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
-import anyio.to_thread
 from fastapi import Depends, Path, Query, Request, Response
 from fastapi.responses import FileResponse
 
 from gradbox.errors import StoreConflict, StoreNotFound
-from gradbox.protocol import Grants, JobView, StoreList, StoreView
+from gradbox.protocol import Grants, StoreList, StoreView
 from gradbox_service.admission.posting import Admission, Sent
 from gradbox_service.admission.stores import append_rows, listed, make_store, query_store, visible
-from gradbox_service.backing import Backing
 from gradbox_service.cleaning.cleaner import Cleaner
 from gradbox_service.database.conditional_commands import until_current
 from gradbox_service.http.allowances import transfer
-from gradbox_service.http.auth import Box, Caller, Credentials, caller_of
-from gradbox_service.http.bodies import Bodies
-from gradbox_service.http.openapi import (
-    QUERY_REQUEST,
-    ROWS_REQUEST,
-    STORE_REQUEST,
-    answers_to_a_post,
-)
+from gradbox_service.http.auth import Box, Caller, Credentials
+from gradbox_service.http.openapi import STORE_REQUEST, any_of, posts_a_job, with_blobs
 from gradbox_service.http.routes import Router
-from gradbox_service.http.routes.jobs import take_job
+from gradbox_service.http.routes.jobs import take_job, take_spec
 from gradbox_service.identity.tokens import TokenInfo
-from gradbox_service.jobs import JobRecord
 from gradbox_service.stores.record import StoreRecord
 
 router = Router(prefix="/v1/stores", tags=["stores"])
@@ -36,15 +28,11 @@ router = Router(prefix="/v1/stores", tags=["stores"])
 @router.post("", status_code=201, response_model=StoreView, openapi_extra=STORE_REQUEST)
 async def post_store(request: Request, credentials: Credentials) -> StoreView:
     """Make a store, or find the one of that name that is made in the same way."""
-    box: Backing = request.app.state.backing
-    bodies: Bodies = request.app.state.bodies
-    caller = await anyio.to_thread.run_sync(caller_of, request, box, credentials)
 
-    def make(body: bytes) -> StoreView:
-        store = make_store(body, sent=Sent(caller), at=request.app.state.admission)
-        return _view(store, caller)
+    def make(body: bytes, sent: Sent, at: Admission) -> StoreView:
+        return _view(make_store(body, sent=sent, at=at), sent.caller)
 
-    return await bodies.handle(request, make, limit_bytes=None)
+    return await take_spec(request, credentials, make)
 
 
 @router.get("")
@@ -94,36 +82,22 @@ def put_grants(store_id: str, grants: Grants, box: Box, caller: Caller) -> Store
 
 @router.post(
     "/{store_id}/rows",
-    status_code=202,
-    response_model=JobView,
-    responses=answers_to_a_post("The rows are there within the wait"),
-    openapi_extra=ROWS_REQUEST,
+    **posts_a_job(with_blobs(any_of("StoreRowsSpec")), ended="The rows are there within the wait"),
 )
 async def post_rows(store_id: str, request: Request, credentials: Credentials) -> Response:
     """Append rows to a store, by a job: all of them, or none."""
-
-    def accept(body: bytes, sent: Sent) -> JobRecord:
-        at: Admission = request.app.state.admission
-        return append_rows(body, store_id, sent=sent, at=at)
-
-    return await take_job(request, credentials, accept)
+    return await take_job(request, credentials, partial(append_rows, store_id=store_id))
 
 
 @router.post(
     "/{store_id}/queries",
-    status_code=202,
-    response_model=JobView,
-    responses=answers_to_a_post("The scores are there within the wait"),
-    openapi_extra=QUERY_REQUEST,
+    **posts_a_job(
+        with_blobs(any_of("StoreQuerySpec")), ended="The scores are there within the wait"
+    ),
 )
 async def post_query(store_id: str, request: Request, credentials: Credentials) -> Response:
     """Compare rows with those of a store, by a job."""
-
-    def accept(body: bytes, sent: Sent) -> JobRecord:
-        at: Admission = request.app.state.admission
-        return query_store(body, store_id, sent=sent, at=at)
-
-    return await take_job(request, credentials, accept)
+    return await take_job(request, credentials, partial(query_store, store_id=store_id))
 
 
 @router.get(
