@@ -27,12 +27,7 @@ from gradbox_service.admission.estimate import check_fits, estimate_key, may_be_
 from gradbox_service.admission.functions import check_readout
 from gradbox_service.admission.model import check_groups, find_model
 from gradbox_service.admission.parameters import check_weights, check_wrt
-from gradbox_service.admission.tensors import (
-    Headers,
-    References,
-    TensorHeaders,
-    shared_references,
-)
+from gradbox_service.admission.tensors import Headers, TensorHeaders, references
 from gradbox_service.fleet import Fleet, WorkerPresence
 from gradbox_service.store.estimates import Estimates
 
@@ -43,30 +38,17 @@ class Check(Protocol):
     def __call__(self, spec: Any, *, model: ModelView, tensors: TensorHeaders) -> None: ...
 
 
-class Named(Protocol):
-    """Gives the tensors that a spec of one computation names beyond those that all may name."""
-
-    def __call__(self, spec: Any) -> References: ...
-
-
-@dataclass(frozen=True)
-class Own:
-    """What is asked of one computation alone."""
-
-    references: Named
-    check: Check
-
-
-OWN: Final[Mapping[type[SharedSpec], Own]] = {
-    GradientSpec: Own(gradient.references, gradient.check),
-    StepSpec: Own(gradient.references, gradient.check),
-    StateSpec: Own(lambda spec: (), lambda spec, *, model, tensors: None),
-    ForwardSpec: Own(lambda spec: (), check_wrt),  # what its gradient jobs will differentiate
-    PerSampleGradientSpec: Own(per_sample.references_of_gradient, per_sample.check_gradient),
-    JacobianSpec: Own(per_sample.references_of_jacobian, per_sample.check_jacobian),
-    StoreRowsSpec: Own(per_sample.references_of_rows, per_sample.check_gradient),
-    StoreQuerySpec: Own(per_sample.references_of_gradient, per_sample.check_gradient),
-    MixedGradientSpec: Own(mixed_gradient.references, mixed_gradient.check),
+# What is asked of one computation alone.
+OWN: Final[Mapping[type[SharedSpec], Check]] = {
+    GradientSpec: gradient.check,
+    StepSpec: gradient.check,
+    StateSpec: lambda spec, *, model, tensors: None,
+    ForwardSpec: check_wrt,  # what its gradient jobs will differentiate
+    PerSampleGradientSpec: per_sample.check_gradient,
+    JacobianSpec: per_sample.check_jacobian,
+    StoreRowsSpec: per_sample.check_gradient,
+    StoreQuerySpec: per_sample.check_gradient,
+    MixedGradientSpec: mixed_gradient.check,
 }
 
 
@@ -120,17 +102,16 @@ def check_fit(spec: JobSpec, *, model: ModelView, blobs: Headers) -> TensorHeade
         GraphRefused: the loss, the readout or a penalty is not an allowed graph.
         InvalidInputs: names do not fit the model, the blobs or each other.
     """
-    own = OWN[type(spec)]
     _check_group_names(spec)
-    references = [*shared_references(spec), *own.references(spec)]
+    named = list(references(spec))
     shards = {shard.blob for group in spec.inputs for shard in group.shards}
-    tensors = TensorHeaders.load(shards | {ref.blob for _, ref in references}, blobs=blobs)
-    for where, reference in references:
+    tensors = TensorHeaders.load(shards | {ref.blob for _, ref in named}, blobs=blobs)
+    for where, reference in named:
         tensors.entry(reference, where=where)
     check_groups(spec, model=model, tensors=tensors)
     check_readout(spec)
     check_weights(spec, model=model, tensors=tensors)
-    own.check(spec, model=model, tensors=tensors)
+    OWN[type(spec)](spec, model=model, tensors=tensors)
     return tensors
 
 

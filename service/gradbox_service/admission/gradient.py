@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from gradbox.errors import InvalidInputs
 from gradbox.protocol import (
-    CotangentsLoss,
     GradientSpec,
     GraphLoss,
     ModelView,
@@ -18,26 +17,7 @@ from gradbox_service.admission.parameters import (
     check_input_gradients,
     check_wrt,
 )
-from gradbox_service.admission.tensors import (
-    References,
-    TensorHeaders,
-    function_references,
-    named_references,
-)
-
-
-def references(spec: SetLossSpec) -> References:
-    """Give the references of the loss and of the penalties."""
-    if isinstance(spec.loss, GraphLoss):
-        yield from function_references("loss", spec.loss.function)
-    if isinstance(spec.loss, CotangentsLoss):
-        yield from named_references("loss.tensors", spec.loss.tensors)
-    yield from named_references("loss_inputs", spec.loss_inputs)
-    for index, penalty in enumerate(spec.penalties):
-        yield from function_references(f"penalties.{index}.loss", penalty.loss)
-        yield from function_references(
-            f"penalties.{index}.per_sample_scale", penalty.per_sample_scale
-        )
+from gradbox_service.admission.tensors import TensorHeaders
 
 
 def check(spec: GradientSpec | StepSpec, *, model: ModelView, tensors: TensorHeaders) -> None:

@@ -5,21 +5,7 @@ from __future__ import annotations
 from gradbox.errors import InvalidInputs
 from gradbox.graphs.check import arguments_of, check_graph
 from gradbox.protocol import MixedGradientSpec, ModelView, TensorRef
-from gradbox_service.admission.tensors import (
-    FLOATING,
-    References,
-    TensorHeaders,
-    function_references,
-    named_references,
-)
-
-
-def references(spec: MixedGradientSpec) -> References:
-    """Give the references of the functions and of what they read."""
-    yield from function_references("inner", spec.inner)
-    yield from function_references("outer", spec.outer)
-    yield from named_references("y", spec.y)
-    yield from named_references("x", spec.x)
+from gradbox_service.admission.tensors import FLOATING, TensorHeaders
 
 
 def check(spec: MixedGradientSpec, *, model: ModelView, tensors: TensorHeaders) -> None:

@@ -6,43 +6,9 @@ from collections.abc import Sequence
 
 from gradbox.errors import InvalidInputs
 from gradbox.graphs.check import check_graph
-from gradbox.protocol import (
-    JacobianSpec,
-    ModelView,
-    PerSampleGradientSpec,
-    StoreRowsSpec,
-    TensorRef,
-)
+from gradbox.protocol import JacobianSpec, ModelView, PerSampleGradientSpec, TensorRef
 from gradbox_service.admission.parameters import check_shapes, matching, near_misses
-from gradbox_service.admission.tensors import (
-    References,
-    TensorHeaders,
-    function_references,
-    named_references,
-)
-
-
-def references_of_gradient(spec: PerSampleGradientSpec) -> References:
-    """Give the references of the loss."""
-    yield from function_references("loss", spec.loss.function)
-    yield from named_references("loss_inputs", spec.loss_inputs)
-    yield from named_references("against_loss_inputs", spec.against_loss_inputs)
-
-
-def references_of_rows(spec: StoreRowsSpec) -> References:
-    """Give the references of the loss, and those of the rows' ids."""
-    yield from references_of_gradient(spec)
-    yield "ids", spec.ids
-    if spec.id_ends is not None:
-        yield "id_ends", spec.id_ends
-
-
-def references_of_jacobian(spec: JacobianSpec) -> References:
-    """Give the references of the vectors."""
-    if isinstance(spec.vectors, TensorRef):
-        yield "vectors", spec.vectors
-    elif spec.vectors is not None:
-        yield from named_references("vectors", spec.vectors)
+from gradbox_service.admission.tensors import TensorHeaders, references
 
 
 def check_gradient(
@@ -77,7 +43,7 @@ def check_jacobian(spec: JacobianSpec, *, model: ModelView, tensors: TensorHeade
         InvalidInputs: names or shapes do not fit the model, or vectors are complex.
     """
     check_names(spec.wrt, model=model)
-    for where, reference in references_of_jacobian(spec):
+    for where, reference in references(spec.vectors, "vectors"):
         dtype = tensors.entry(reference, where=where).dtype
         if dtype.startswith("C"):
             raise InvalidInputs(f"{where}: expected real numbers, got {dtype}")

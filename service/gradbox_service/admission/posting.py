@@ -210,9 +210,9 @@ def unless_posted(
 def queue(
     spec: JobSpec,
     *,
-    digest: str,
     sent: Sent,
     at: Admission,
+    digest: str | None = None,
     forward: ForwardJob | None = None,
     run: RunRecord | None = None,
     beside: Callable[[str], Beside] = lambda _: Beside(),
@@ -220,7 +220,7 @@ def queue(
     """Check a whole spec and queue its job.
 
     Args:
-        digest: of the spec as it was posted.
+        digest: of the spec as it was posted, if that was another one.
         forward: the job whose outputs its cotangents belong to.
         run: on whose state it is; the device that made its last step goes first.
         beside: returns what is written together with a job of this id.
@@ -252,7 +252,7 @@ def queue(
             computation=spec.computation,
             model=model.name,
             model_version=model.version,
-            spec_digest=digest,
+            spec_digest=digest or spec_digest(spec),
             created_s=time.time(),
             name=spec.name,
             priority=spec.priority,

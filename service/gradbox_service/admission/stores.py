@@ -105,7 +105,7 @@ def query_store(body: bytes, store_id: str, *, sent: Sent, at: Admission) -> Job
     if not store.parts:
         raise InvalidJob(f"store {store.spec.name!r} has no rows yet: append some (store.add)")
     at.box.stores.change(store.id, lambda record: record.used(now_s=time.time()))
-    return queue(spec, digest=spec_digest(spec), sent=sent, at=at)
+    return queue(spec, sent=sent, at=at)
 
 
 def visible(

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Protocol
 
+from pydantic import BaseModel
+
 from gradbox.errors import InvalidInputs, MissingBlobs
-from gradbox.protocol import ShardRef, SharedSpec, TensorRef, TracedFunction
+from gradbox.protocol import ShardRef, TensorRef, TracedFunction
 from gradbox.tensors.safetensors_header import SafetensorsHeader, TensorEntry
 
 References = Iterable[tuple[str, TensorRef]]
@@ -17,26 +19,21 @@ MAX_LISTED = 1000
 FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
 
 
-def shared_references(spec: SharedSpec) -> References:
-    """Give the references of what all computations take."""
-    for group in spec.inputs:
-        if group.order is not None:
-            yield f"inputs.{group.name}.order", group.order
-    yield from named_references("weights", spec.weights)
-    yield from function_references("readout", spec.readout)
-
-
-def function_references(where: str, function: TracedFunction | None) -> References:
-    """Give the references of a traced function, if there is one."""
-    if function is not None:
-        yield from named_references(f"{where}.tensors", function.tensors)
-
-
-def named_references(where: str, references: Mapping[str, object]) -> References:
-    """Give those entries that are tensors."""
-    for name, value in references.items():
-        if isinstance(value, TensorRef):
-            yield f"{where}.{name}", value
+def references(value: object, where: str = "") -> References:
+    """Give each reference to a single tensor in a spec, or in the part of it that is `where`."""
+    if isinstance(value, TensorRef):
+        yield where, value
+    elif isinstance(value, TracedFunction):  # its graph names none, and may be large
+        yield from references(value.tensors, f"{where}.tensors")
+    elif isinstance(value, BaseModel) and not isinstance(value, ShardRef):
+        for name in type(value).model_fields:
+            yield from references(getattr(value, name), f"{where}.{name}" if where else name)
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from references(item, f"{where}.{name}")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from references(item, f"{where}.{index}")
 
 
 class Headers(Protocol):

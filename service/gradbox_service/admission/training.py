@@ -36,7 +36,7 @@ from gradbox_service.admission.model import find_model
 from gradbox_service.admission.parameters import matching, near_misses
 from gradbox_service.admission.posting import MEMORY_S, Admission, Sent, queue
 from gradbox_service.backing import Backing
-from gradbox_service.database.conditional_commands import Outdated, until_current
+from gradbox_service.database.conditional_commands import Beside, Outdated, until_current
 from gradbox_service.jobs import JobRecord
 from gradbox_service.runs.record import RunRecord, SaveRecord
 from gradbox_service.runs.states import SettledState, is_taken, settled
@@ -110,7 +110,7 @@ def post_step(body: bytes, run_id: str, number: int, *, sent: Sent, at: Admissio
         assert isinstance(posted, StepSpec | CotangentStepSpec)
         check_limits(posted, caller=sent.caller, settings=at.settings)
         if isinstance(posted, StepSpec) and posted.estimate:
-            return queue(posted, digest=spec_digest(posted), sent=sent, at=at, run=run)
+            return queue(posted, sent=sent, at=at, run=run)
         content = spec_digest(posted)
         earlier = earlier_job(run, number, digest=content, runs=box.runs, records=box.records)
         if earlier is not None:
@@ -118,7 +118,6 @@ def post_step(body: bytes, run_id: str, number: int, *, sent: Sent, at: Admissio
         spec, forward = _whole(posted, run, owner=sent.caller.name, box=box)
         return queue(
             spec,
-            digest=spec_digest(spec),
             forward=forward,
             sent=sent,
             at=at,
@@ -151,19 +150,12 @@ def _save(order: SaveOrder, run_id: str, *, sent: Sent, at: Admission) -> JobRec
         ref = StateRef(run=run.id, step=step)
         state = settled(ref, caller=sent.caller, runs=box.runs, records=box.records)
         spec = _state_spec(state, save=order.name, shared=order.shared)
+        save = partial(SaveRecord.of, run, order.name, step=step, shared=order.shared)
 
-        def save_by(job: str) -> SaveRecord:
-            of_run = partial(SaveRecord.of, run, order.name, step=step, shared=order.shared)
-            return of_run(job=job, now_s=time.time())
+        def saving(job: str) -> Beside:
+            return box.runs.saving(save(job=job, now_s=time.time()), before=before)
 
-        return queue(
-            spec,
-            digest=spec_digest(spec),
-            sent=sent,
-            at=at,
-            run=run,
-            beside=lambda job: box.runs.saving(save_by(job), before=before),
-        )
+        return queue(spec, sent=sent, at=at, run=run, beside=saving)
 
     return until_current(lambda: saved(visible(run_id, caller=sent.caller, runs=box.runs)))
 
@@ -185,7 +177,6 @@ def ask_weights(ref: StateRef, *, sent: Sent, at: Admission) -> JobRecord:
         spec, named = _state_spec(state), (caller, state.run.id, state.step)
         return queue(
             spec,
-            digest=spec_digest(spec),
             sent=sent,
             at=at,
             run=state.run,
