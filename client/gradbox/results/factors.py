@@ -97,20 +97,41 @@ class _Misfit(ValueError):
     """A factor that the rule does not allow."""
 
 
+# The dims of each rule's factors, as docs/wire.md has them: one letter is one size within a term.
+# Behind those of a convolution come spatial ones, and behind those of a block the parameter's.
+_DIMS: Final[Mapping[str, Mapping[str, str]]] = {
+    "outer": {"left": "YBTO", "right": "BTI"},
+    "positions": {"left": "YBTO"},
+    "lookup": {"left": "YBTD", "ids": "BT"},
+    "convolution": {"left": "YBMO", "right": "BMC"},
+    "block": {"array": "BY"},
+    "zero": {"empty": "BYN"},
+}
+
+
 @dataclass(frozen=True)
 class _Term:
     shape: Shape
     geometry: Mapping[str, Any]
     factors: Mapping[str, StoredTensor]
 
-    def factor(self, name: str, dims: str, *, dtypes: Sequence[str] = FLOATS) -> Shape:
-        """Return the shape of a factor that has as many dims as `dims` has letters."""
-        found = self.factors.get(name)
-        _expect(found is not None, f"it has no tensor {name!r}")
-        assert found is not None
-        _expect(found.dtype in dtypes, f"{name} is {found.dtype}, expected {' or '.join(dtypes)}")
-        _expect(len(found.shape) == len(dims), f"{name} has shape {found.shape}, expected ({dims})")
-        return found.shape
+    def sizes(self, rule: str) -> tuple[dict[str, int], dict[str, Shape]]:
+        """Return the size of each letter, and of each factor the dims behind its letters."""
+        sizes: dict[str, int] = {}
+        behind: dict[str, Shape] = {}
+        for name, dims in _DIMS[rule].items():
+            found = self.factors.get(name)
+            _expect(found is not None, f"it has no tensor {name!r}")
+            assert found is not None
+            dtypes = INDICES if name == "ids" else FLOATS
+            _expect(found.dtype in dtypes, f"{name} is {found.dtype}, expected {list(dtypes)}")
+            known = zip(dims, found.shape, strict=False)
+            fits = all(sizes.setdefault(letter, size) == size for letter, size in known)
+            more = len(found.shape) - len(dims)
+            fits = fits and (more == 0 or (more > 0 and rule in ("convolution", "block")))
+            _expect(fits, f"{name} has shape {found.shape}, expected ({dims}) with {sizes}")
+            behind[name] = found.shape[len(dims) :]
+        return sizes, behind
 
     def flag(self, name: str) -> bool:
         found = self.geometry.get(name)
@@ -121,74 +142,50 @@ class _Term:
 def _sizes(rule: str, term: _Term, *, depth: int) -> RowSizes:
     if rule == "total":
         return _total(term, depth=depth)
-    _expect(rule in _RULES, f"there is no rule {rule!r}")
-    return _RULES[rule](term)
+    _expect(rule in _DIMS, f"there is no rule {rule!r}")
+    size, behind = term.sizes(rule)
+    matrix = (term.shape[0] if term.shape else 0, prod(term.shape[1:]))
+    match rule:
+        case "outer":
+            made = (size["I"], size["O"]) if term.flag("transposed") else (size["O"], size["I"])
+            fits = made == matrix
+        case "positions":
+            fits = (size["T" if term.flag("channels_first") else "O"], 1) == matrix
+        case "lookup":
+            fits = term.shape[1:] == (size["D"],)
+        case "block":
+            fits = behind["array"] == term.shape
+        case "zero":
+            fits = size["N"] == 0
+        case _:
+            _check_convolution(term, size, image=behind["right"], out=behind["left"])
+            fits = True
+    found = {name: factor.shape for name, factor in term.factors.items()}
+    _expect(fits, f"that is not what {found} make")
+    return size["B"], size["Y"]
 
 
-def _outer(term: _Term) -> RowSizes:
-    outputs, samples, positions, rows = term.factor("left", "YBTO")
-    right = term.factor("right", "BTI")
-    _expect(right[:2] == (samples, positions), f"right has shape {right}, not left's B and T")
-    sizes = (right[2], rows) if term.flag("transposed") else (rows, right[2])
-    _expect_rows(term.shape, sizes)
-    return samples, outputs
-
-
-def _positions(term: _Term) -> RowSizes:
-    outputs, samples, third, fourth = term.factor("left", "YBTO")
-    _expect_rows(term.shape, (third if term.flag("channels_first") else fourth, 1))
-    return samples, outputs
-
-
-def _lookup(term: _Term) -> RowSizes:
-    outputs, samples, positions, features = term.factor("left", "YBTD")
-    ids = term.factor("ids", "BT", dtypes=INDICES)
-    _expect(ids == (samples, positions), f"ids has shape {ids}, not left's B and T")
-    _expect(term.shape[1:] == (features,), f"left has {features} features")
-    return samples, outputs
-
-
-def _convolution(term: _Term) -> RowSizes:
+def _check_convolution(term: _Term, size: Mapping[str, int], *, image: Shape, out: Shape) -> None:
     walk = ConvolutionGeometry.model_validate(term.geometry)
-    dims = len(walk.kernel)
+    each_dim = (walk.kernel, walk.stride, walk.padding, walk.dilation)
+    lengths = {*map(len, each_dim), len(image), len(out)}
     _expect(
-        1 <= dims <= 3 and dims == len(walk.stride) == len(walk.padding) == len(walk.dilation),
-        "kernel, stride, padding and dilation differ in length, or have not 1 to 3 numbers",
+        len(lengths) == 1 and lengths <= {1, 2, 3},
+        "kernel, stride, padding and dilation, or its images, have not 1 to 3 dims all alike",
     )
-    outputs, samples, images, rows, *out = term.factor("left", "YBMO" + "s" * dims)
-    right = term.factor("right", "BMC" + "s" * dims)
-    _expect(right[:2] == (samples, images), f"right has shape {right}, not left's B and M")
-    channels, size = right[2], right[3:]
-    first, second = (channels, rows) if walk.transposed else (rows, channels)
+    first, second = (size["C"], size["O"]) if walk.transposed else (size["O"], size["C"])
     _expect(first % walk.groups == second % walk.groups == 0, f"not {walk.groups} equal groups")
     expected = (first, second // walk.groups, *walk.kernel)
     _expect(term.shape == expected, f"its tensors are those of shape {expected}")
-    image, steps = (tuple(out), size) if walk.transposed else (size, tuple(out))
-    counted = tuple(_steps(*sizes) for sizes in zip(image, *_each_dim(walk), strict=True))
+    image, steps = (out, image) if walk.transposed else (image, out)
+    counted = tuple(_steps(*sizes) for sizes in zip(image, *each_dim, strict=True))
     # A transposed one may leave the last steps of its walk without numbers.
     fits = all(map(int.__le__, steps, counted)) if walk.transposed else steps == counted
     _expect(fits, f"a walk over {image} has {counted} steps, and there are {steps}")
-    return samples, outputs
-
-
-def _each_dim(walk: ConvolutionGeometry) -> tuple[Shape, Shape, Shape, Shape]:
-    return walk.kernel, walk.stride, walk.padding, walk.dilation
 
 
 def _steps(size: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
     return (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
-
-
-def _block(term: _Term) -> RowSizes:
-    array = term.factor("array", "BY" + "s" * len(term.shape))
-    _expect(array[2:] == term.shape, f"array has shape {array}")
-    return array[0], array[1]
-
-
-def _zero(term: _Term) -> RowSizes:
-    empty = term.factor("empty", "BY0")
-    _expect(empty[2] == 0, f"empty has shape {empty}")
-    return empty[0], empty[1]
 
 
 def _total(term: _Term, *, depth: int) -> RowSizes:
@@ -207,21 +204,6 @@ def _total(term: _Term, *, depth: int) -> RowSizes:
         found.add(_sizes(rule, _Term(term.shape, part, own), depth=depth + 1))
     _expect(len(found) == 1, f"its terms have different B and Y: {sorted(found)}")
     return found.pop()
-
-
-_RULES: Final[Mapping[str, Callable[[_Term], RowSizes]]] = {
-    "outer": _outer,
-    "positions": _positions,
-    "lookup": _lookup,
-    "convolution": _convolution,
-    "block": _block,
-    "zero": _zero,
-}
-
-
-def _expect_rows(shape: Shape, sizes: tuple[int, int]) -> None:
-    found = (shape[0] if shape else 0, prod(shape[1:]))
-    _expect(found == sizes, f"its tensors make a matrix of {sizes[0]} by {sizes[1]}")
 
 
 def _expect(fits: bool, why: str) -> None:
