@@ -11,7 +11,7 @@ from typing import Final, Self, TypeVar
 import httpx
 
 from gradbox.computations.computation import Submission
-from gradbox.http.connection import Connection, Retry, parsed
+from gradbox.http.connection import Connection, Retry
 from gradbox.http.posting import Answered
 from gradbox.job import Job, JobWaits
 from gradbox.local import Ended
@@ -90,8 +90,7 @@ class BoxClient:
             size = None if num_wanted is None else str(min(num_wanted, PAGE))
             query = {**asked, "limit": size, "cursor": cursor}
             given = httpx.QueryParams({k: v for k, v in query.items() if v is not None})
-            answer = self._connection.request("GET", f"{path}?{given}" if given else path)
-            return parsed(kind, answer)
+            return self._connection.ask(kind, "GET", f"{path}?{given}" if given else path)
 
         def all_of(page: Page) -> Iterator[Listing]:
             left = limit

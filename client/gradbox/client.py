@@ -13,7 +13,6 @@ from gradbox.batch import Batch
 from gradbox.computations import Computation
 from gradbox.errors import UnusableModel
 from gradbox.html import Iterated, Listed
-from gradbox.http.connection import parsed
 from gradbox.http.paths import blob_path, job_path, model_path
 from gradbox.http.posting import Answered
 from gradbox.job import QUICK_S, Job
@@ -157,8 +156,7 @@ class GradClient(RunsClient, StoresClient):
         Raises:
             JobNotFound: there is no such job, or it is somebody else's.
         """
-        answer = self._connection.request("GET", job_path(job_id))
-        return self._handle(Answered(parsed(JobView, answer)))
+        return self._handle(Answered(self._connection.ask(JobView, "GET", job_path(job_id))))
 
     def jobs(
         self,
@@ -190,7 +188,7 @@ class GradClient(RunsClient, StoresClient):
         found: list[BlobView] = []
         query = ""
         while True:
-            page = parsed(BlobList, self._connection.request("GET", f"/v1/blobs{query}"))
+            page = self._connection.ask(BlobList, "GET", f"/v1/blobs{query}")
             found += page.blobs
             if page.next is None:
                 return found
@@ -247,7 +245,7 @@ class GradClient(RunsClient, StoresClient):
         Raises:
             UnknownModel: there is none of that name.
         """
-        return parsed(ModelView, self._connection.request("GET", model_path(name)))
+        return self._connection.ask(ModelView, "GET", model_path(name))
 
     def model(
         self,
@@ -298,4 +296,4 @@ class GradClient(RunsClient, StoresClient):
         return RemoteModel(self, view, weights=weights, options=given, progress=progress)
 
     def _models(self, method: str, path: str) -> ModelList:
-        return parsed(ModelList, self._connection.request(method, path))
+        return self._connection.ask(ModelList, method, path)

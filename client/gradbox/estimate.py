@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from gradbox.computations import Computation
 from gradbox.errors import NeedsBox, ProtocolError
 from gradbox.html import card, size
-from gradbox.http.connection import Connection, parsed
+from gradbox.http.connection import Connection
 from gradbox.http.posting import Answered
 from gradbox.job import QUICK_S, Job
 from gradbox.protocol import BoxView, JobState
@@ -111,7 +111,7 @@ def ask(
     if found is None:
         raise ProtocolError("expected an estimate, got none: is the box older than this client?")
     try:
-        place, waits_s, hold = _wait(parsed(BoxView, connection.request("GET", "/v1/box")))
+        place, waits_s, hold = _wait(connection.ask(BoxView, "GET", "/v1/box"))
     except NeedsBox:  # jobs run in this process, at once
         place, waits_s, hold = 0, 0.0, None
     return Estimate(**vars(found), queue_position=place, waits_s=waits_s, hold=hold)

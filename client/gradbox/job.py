@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 import httpx
 
 from gradbox.errors import GradboxError, ServiceUnavailable
-from gradbox.http.connection import Connection, parsed
+from gradbox.http.connection import Connection
 from gradbox.http.download import download, verify, why_no_result
 from gradbox.http.events import JobEvent, follow
 from gradbox.http.paths import job_path
@@ -113,13 +113,13 @@ class JobWaits:
 
     def _list(self) -> Mapping[str, JobView] | GradboxError:
         try:
-            answer = self._connection.request("GET", f"/v1/jobs?limit={LISTED}")
-            return {view.id: view for view in parsed(JobList, answer).jobs}
+            listed = self._connection.ask(JobList, "GET", f"/v1/jobs?limit={LISTED}")
+            return {view.id: view for view in listed.jobs}
         except GradboxError as error:
             return error
 
     def _one(self, job_id: str) -> JobView:
-        return parsed(JobView, self._connection.request("GET", job_path(job_id)))
+        return self._connection.ask(JobView, "GET", job_path(job_id))
 
 
 # For how long one answer waits for the end of a job, and so how often a bar shows how far it is.
@@ -434,7 +434,7 @@ class Job:
                 self._view = view
 
     def _request(self, method: str) -> JobView:
-        self._note(parsed(JobView, self._connection.request(method, f"/v1/jobs/{self.id}")))
+        self._note(self._connection.ask(JobView, method, f"/v1/jobs/{self.id}"))
         return self._view
 
     @property

@@ -11,7 +11,7 @@ import typer
 from gradbox.cli.output import AsJson, say, say_json
 from gradbox.client import GradClient
 from gradbox.errors import ServiceUnavailable
-from gradbox.http.connection import Connection, Retry, parsed
+from gradbox.http.connection import Connection, Retry
 from gradbox.job import Job
 from gradbox.protocol import JobState, OperationMode, OperationOrder, OperationView
 from gradbox.settings import find_settings
@@ -43,11 +43,9 @@ def drain(*, reason: Reason = "", no_wait: NoWait = False, json: AsJson = False)
 
 
 def _set(mode: OperationMode, reason: str = "") -> OperationView:
-    body = OperationOrder(mode=mode, reason=reason).model_dump_json().encode()
-    headers = {"Content-Type": "application/json"}
+    order = OperationOrder(mode=mode, reason=reason)
     with closing(Connection(find_settings())) as connection:
-        answer = connection.request("PUT", "/v1/operation", body=lambda: [body], headers=headers)
-        return parsed(OperationView, answer)
+        return connection.ask(OperationView, "PUT", "/v1/operation", order)
 
 
 def _say(operation: OperationView, *, json: bool) -> int:

@@ -22,7 +22,7 @@ from gradbox.cli.output import (
     say_table,
     table_of,
 )
-from gradbox.http.connection import Connection, parsed
+from gradbox.http.connection import Connection
 from gradbox.printable import printable
 from gradbox.protocol import BoxJob, BoxView, DeviceView, JobState
 from gradbox.settings import find_settings
@@ -141,7 +141,7 @@ Row = tuple[str, ...]
 
 def read_box(connection: Connection) -> BoxView:
     """Return the box now."""
-    return parsed(BoxView, connection.request("GET", "/v1/box"))
+    return connection.ask(BoxView, "GET", "/v1/box")
 
 
 def headline(box: BoxView, *, url: str) -> str:

@@ -16,7 +16,7 @@ from httpx_sse import EventSource, ServerSentEvent
 from pydantic import ValidationError
 
 from gradbox.errors import ProtocolError
-from gradbox.http.connection import Connection, TransientFault, parsed
+from gradbox.http.connection import Connection, TransientFault
 from gradbox.protocol import JobView, ProgressView
 
 # The box sends at least a comment every 15 seconds: silence beyond this is a dead connection.
@@ -88,7 +88,7 @@ def follow(
 
 
 def _is_over(connection: Connection, job_id: str) -> bool:
-    return parsed(JobView, connection.request("GET", f"/v1/jobs/{job_id}")).state.final
+    return connection.ask(JobView, "GET", f"/v1/jobs/{job_id}").state.final
 
 
 def _one_connection(connection: Connection, job_id: str, after: str | None) -> Iterator[JobEvent]:

@@ -10,7 +10,6 @@ from gradbox.box_client import BoxClient
 from gradbox.computations.computation import checked
 from gradbox.errors import RunNotFound
 from gradbox.html import Iterated
-from gradbox.http.connection import parsed
 from gradbox.http.paths import run_path
 from gradbox.protocol import RunList, RunView, StateRef
 from gradbox.protocol.spec_fields import JOB_ID
@@ -70,11 +69,10 @@ class RunsClient(BoxClient):
         spec = run_spec(
             model, optimizer, adapter, start, start_weights, seed=seed, name=name, **given
         )
-        body = spec.model_dump_json().encode()
-        headers = {"Content-Type": "application/json", "Idempotency-Key": str(uuid.uuid4())}
-        send = self._connection.request
-        answer = send("POST", "/v1/runs", body=lambda: [body], headers=headers)
-        return self._run_handle(parsed(RunView, answer))
+        headers = {"Idempotency-Key": str(uuid.uuid4())}
+        return self._run_handle(
+            self._connection.ask(RunView, "POST", "/v1/runs", spec, headers=headers)
+        )
 
     def find_run(self, run: str) -> TrainRun:
         """Return a run by its id, or the newest of this user's by its name; it goes on from there.
@@ -84,8 +82,7 @@ class RunsClient(BoxClient):
         """
         if isinstance(run, str) and JOB_ID.fullmatch(run):
             try:
-                answer = self._connection.request("GET", run_path(run))
-                return self._run_handle(parsed(RunView, answer))
+                return self._run_handle(self._connection.ask(RunView, "GET", run_path(run)))
             except RunNotFound:
                 pass  # it may be a name
         named = self.runs(name=run, limit=1) if isinstance(run, str) and run else iter(())

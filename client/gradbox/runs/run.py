@@ -12,7 +12,7 @@ from gradbox.computations.computation import Computation, checked
 from gradbox.computations.gradient import Cotangents, Loss
 from gradbox.errors import GradboxError, InvalidJob, ServiceUnavailable
 from gradbox.html import Listed
-from gradbox.http.connection import Connection, parsed
+from gradbox.http.connection import Connection
 from gradbox.http.paths import model_path, run_path, state_path
 from gradbox.http.posting import ACCEPT, Answered, read_answer
 from gradbox.job import QUICK_S, Job
@@ -163,7 +163,7 @@ class TrainRun:
     def refresh(self) -> RunView:
         """Ask the box how the run is, and return that."""
         with self._lock:
-            self._view = parsed(RunView, self._client.connection.request("GET", self._path()))
+            self._view = self._client.connection.ask(RunView, "GET", self._path())
             return self._view
 
     def step(
@@ -306,8 +306,8 @@ class TrainRun:
         """
         from gradbox.runs.model import RunModel
 
-        found = self._client.connection.request("GET", model_path(self._model))
-        view, given = parsed(ModelView, found), {"readout": readout, **options}
+        view = self._client.connection.ask(ModelView, "GET", model_path(self._model))
+        given = {"readout": readout, **options}
         return RunModel(self._client, view, run=self, options=given, progress=progress)
 
     def at(self, step: int) -> RunState:
@@ -390,7 +390,7 @@ class TrainRun:
         while True:
             after = found[-1].number if found else 0
             path = self._path(f"/steps?after={after}&limit={STEPS_LISTED}")
-            page = parsed(History, self._client.connection.request("GET", path)).steps
+            page = self._client.connection.ask(History, "GET", path).steps
             found += page
             if len(page) < STEPS_LISTED:
                 return Listed(found, html=History(steps=found[::-1])._repr_html_)

@@ -9,7 +9,6 @@ import httpx
 
 from gradbox.box_client import BoxClient
 from gradbox.errors import StoreNotFound
-from gradbox.http.connection import parsed
 from gradbox.protocol import StoreList, StoreView
 from gradbox.runs.run import RunClient
 from gradbox.stores.store import GradStore
@@ -63,10 +62,7 @@ class StoresClient(BoxClient):
 
         given: dict[str, Any] = {"mode": mode, "precision": precision, "seed": seed}
         spec = store_spec(name, model, wrt, projection, weights, dtype=dtype, **given)
-        body, headers = spec.model_dump_json().encode(), {"Content-Type": "application/json"}
-        send = self._connection.request
-        answer = send("POST", "/v1/stores", body=lambda: [body], headers=headers)
-        return self._store_handle(parsed(StoreView, answer))
+        return self._store_handle(self._connection.ask(StoreView, "POST", "/v1/stores", spec))
 
     def find_store(self, name: str) -> GradStore:
         """Return a store of this user's by its name, or another one's by OWNER/NAME.
@@ -87,8 +83,8 @@ class StoresClient(BoxClient):
 
     def _stores(self, name: str | None) -> list[GradStore]:
         query = "" if name is None else f"?{httpx.QueryParams(name=name)}"
-        answer = self._connection.request("GET", f"/v1/stores{query}")
-        return [self._store_handle(view) for view in parsed(StoreList, answer).stores]
+        found = self._connection.ask(StoreList, "GET", f"/v1/stores{query}")
+        return [self._store_handle(view) for view in found.stores]
 
     def _store_handle(self, view: StoreView) -> GradStore:
         of_box = RunClient(self._connection, self._submitter, self._handle)

@@ -14,8 +14,6 @@ from gradbox.runs.run import RunClient
 from gradbox.stores.jobs import Id, StoreJobKeywords, StoreQuery, StoreRows
 from gradbox.stores.rows import RowMatrix, ids_in
 
-JSON = "application/json"
-
 
 @dataclass(frozen=True)
 class Hits:
@@ -72,8 +70,7 @@ class GradStore:
         Raises:
             StoreNotFound: it was deleted, or may not be read any more.
         """
-        answer = self._client.connection.request("GET", self._path())
-        self._view = StoreView.model_validate_json(answer.content)
+        self._view = self._client.connection.ask(StoreView, "GET", self._path())
         return self._view
 
     def add(
@@ -197,12 +194,8 @@ class GradStore:
     def _grant(self, people: set[str]) -> None:
         if not all(isinstance(one, str) and one for one in people):
             raise InvalidInputs(f"grant: expected names of tokens, or {LAB!r}, got others")
-        body = Grants(grants=sorted(people)).model_dump_json().encode()
-        headers = {"Content-Type": JSON}
-        answer = self._client.connection.request(
-            "PUT", self._path("/grants"), body=lambda: [body], headers=headers
-        )
-        self._view = StoreView.model_validate_json(answer.content)
+        ask, grants = self._client.connection.ask, Grants(grants=sorted(people))
+        self._view = ask(StoreView, "PUT", self._path("/grants"), grants)
 
     def _queried(
         self,
