@@ -21,7 +21,7 @@ from gradbox_service.http.listening import bind, check_exposure, url_of
 from gradbox_service.settings import EMBEDDED, Settings, arguments_of
 from gradbox_service.up.console import NotReady, how_to_reach, say, what_is_there
 from gradbox_service.up.data_folder import Credentials, lock_folder, takes_changes
-from gradbox_service.up.devices import Cluster
+from gradbox_service.up.devices import CLUSTER, Cluster
 from gradbox_service.up.embedded_redis import EmbeddedRedis
 from gradbox_service.up.processes import Part, PartFailed, Script, ended, of_module, rotate
 from gradbox_service.up.watchdog import Watchdog, why_not_ready
@@ -154,23 +154,23 @@ class Box:
 
     def _worker(self, index: int, device: str, *, redis_url: str) -> Part:
         name = f"worker-{index}-{device.replace(':', '-')}"
-        arguments = ["--models", str(self._models_file), "--device", device, "--name", name]
-        arguments += ["--data", str(self._data), "--redis-url", redis_url]
-        if self._settings.disk_reserve_bytes is not None:
-            arguments += ["--disk-reserve-bytes", str(self._settings.disk_reserve_bytes)]
-        logs = self._data / "logs"
-        arguments += ["--device-log", str(logs / f"{name}.device.log")]
+        log = self._data / "logs" / f"{name}.device.log"
+        own = ["--device", device, "--name", name, "--device-log", str(log)]
         if self._build_timeout_s is not None:
-            arguments += ["--build-timeout-s", str(self._build_timeout_s)]
-        return Part(name, of_module("gradbox_worker", *arguments), log=logs / f"{name}.log")
+            own += ["--build-timeout-s", str(self._build_timeout_s)]
+        return self._computing(name, "gradbox_worker", own, redis_url=redis_url)
 
     def _head(self, cluster: Cluster, redis_url: str) -> Part:
-        return cluster.part(
-            data=self._data,
-            models_file=self._models_file,
-            redis_url=redis_url,
-            disk_reserve_bytes=self._settings.disk_reserve_bytes,
-        )
+        own = ["--address", cluster.address, "--device", cluster.device]
+        return self._computing(CLUSTER, "gradbox_worker.cluster", own, redis_url=redis_url)
+
+    def _computing(self, name: str, module: str, own: Sequence[str], *, redis_url: str) -> Part:
+        """Return a worker, or the head of a cluster, not started."""
+        arguments = [*own, "--models", str(self._models_file), "--data", str(self._data)]
+        arguments += ["--redis-url", redis_url]
+        if self._settings.disk_reserve_bytes is not None:
+            arguments += ["--disk-reserve-bytes", str(self._settings.disk_reserve_bytes)]
+        return Part(name, of_module(module, *arguments), log=self._data / "logs" / f"{name}.log")
 
     def _why_not_ready(self, url: str) -> str | None:
         """Return what jobs wait for; of a cluster, what it said last."""

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Final
 
 from gradbox_service.settings import BadSettings
-from gradbox_service.up.processes import Part, of_module
 
 # Present where NVIDIA's driver is; without it torch need not be asked.
 _DRIVER: Final = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))
 _ASK: Final = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
 ASK_TIMEOUT_S: Final = 120.0
-MODULE: Final = "gradbox_worker.cluster"
-NAME: Final = "cluster"
+# The part of `up` that leads a cluster.
+CLUSTER: Final = "cluster"
 
 
 def spread(device: str, *, num_workers: int | None) -> list[str]:
@@ -57,14 +56,3 @@ class Cluster:
 
     address: str
     device: str
-
-    def part(
-        self, *, data: Path, models_file: Path, redis_url: str, disk_reserve_bytes: int | None
-    ) -> Part:
-        """Return the head, not started."""
-        arguments = ["--address", self.address, "--device", self.device]
-        arguments += ["--models", str(models_file), "--data", str(data)]
-        arguments += ["--redis-url", redis_url]
-        if disk_reserve_bytes is not None:
-            arguments += ["--disk-reserve-bytes", str(disk_reserve_bytes)]
-        return Part(NAME, of_module(MODULE, *arguments), log=data / "logs" / f"{NAME}.log")

@@ -28,7 +28,7 @@ from gradbox_service.fleet.operation import Operation
 from gradbox_service.fleet.workers import Fleet
 from gradbox_service.jobs import Records
 from gradbox_service.repeating_thread import RepeatingThread
-from gradbox_service.up.devices import NAME as CLUSTER
+from gradbox_service.up.devices import CLUSTER
 from gradbox_service.up.embedded_redis import NAME as REDIS
 
 SERVICE: Final = "service"

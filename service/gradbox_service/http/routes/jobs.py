@@ -130,10 +130,7 @@ async def take_job(
             computation=record.computation,
             model=record.model,
         )
-    listener = Listener(request, box=box, credentials=credentials)
-    return await answer_about(
-        record, request, box=box, caller=caller, listener=listener, posted=True
-    )
+    return await answer_about(record, request, credentials, caller=caller, posted=True)
 
 
 async def _posted(request: Request) -> Response:
@@ -173,11 +170,10 @@ def list_jobs(
     openapi_extra={"parameters": [PREFER]},
 )
 async def one_job(
-    request: Request, record: VisibleJob, box: Box, caller: Caller, credentials: Credentials
+    request: Request, record: VisibleJob, caller: Caller, credentials: Credentials
 ) -> Response:
     """One job; `Prefer: wait=N` waits for its end."""
-    listener = Listener(request, box=box, credentials=credentials)
-    return await answer_about(record, request, box=box, caller=caller, listener=listener)
+    return await answer_about(record, request, credentials, caller=caller)
 
 
 @router.delete("/{job_id}", status_code=202)
@@ -190,10 +186,9 @@ def cancel_job(record: VisibleJob, box: Box) -> JobView:
 async def answer_about(
     record: JobRecord,
     request: Request,
+    credentials: Credentials,
     *,
-    box: Backing,
     caller: TokenInfo,
-    listener: Listener,
     posted: bool = False,
 ) -> Response:
     """Return the answer about a job once the wait is over that its caller prefers.
@@ -204,6 +199,8 @@ async def answer_about(
     Raises:
         Unauthorized: the token or session ended meanwhile.
     """
+    box: Backing = request.app.state.backing
+    listener = Listener(request, box=box, credentials=credentials)
     waited = await waited_for(record, request, listener=caller.name)
     if not await listener.is_known():
         raise Unauthorized("the token or session that came ended during the wait: log in again")

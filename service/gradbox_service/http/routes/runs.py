@@ -16,7 +16,7 @@ from gradbox_service.admission.training import ask_weights, make_run, post_step,
 from gradbox_service.backing import Backing
 from gradbox_service.cleaning.cleaner import Cleaner
 from gradbox_service.database.conditional_commands import until_current
-from gradbox_service.http.auth import Box, Caller, Credentials, Listener
+from gradbox_service.http.auth import Box, Caller, Credentials
 from gradbox_service.http.openapi import (
     JOB_ANSWER,
     PREFER,
@@ -183,13 +183,10 @@ def remove_save(run_id: str, name: str, request: Request, box: Box, caller: Call
 async def _weights(
     ref: StateRef, request: Request, caller: Caller, credentials: Credentials
 ) -> Response:
-    box: Backing = request.app.state.backing
     at = request.app.state.admission
     record = await anyio.to_thread.run_sync(lambda: ask_weights(ref, sent=Sent(caller), at=at))
-    listener = Listener(request, box=box, credentials=credentials)
-    return await answer_about(
-        record, request, box=box, caller=caller, listener=listener, posted=not record.state.final
-    )
+    posted = not record.state.final
+    return await answer_about(record, request, credentials, caller=caller, posted=posted)
 
 
 def _view(run: RunRecord, box: Backing) -> RunView:
