@@ -78,19 +78,30 @@ def listing(
 
 
 def described(view: BaseModel, *, title: str) -> str:
-    """Return a block of what a view says, field by field; what is as by default is left out."""
-    facts, blocks = [], []
-    for name in type(view).model_fields:
+    """Return a block of what a view says."""
+    facts, tables = told(view, most=MOST_COLUMNS)
+    blocks = [listing(titles, rows, what=name) for name, (titles, *rows) in tables.items()]
+    return card(title, facts.items(), *blocks)
+
+
+def told(view: BaseModel, *, most: int) -> tuple[dict[str, str], dict[str, list[list[str]]]]:
+    """Return what a view says, field by field: texts, and tables whose first rows are titles.
+
+    Args:
+        most: how many entries of a list to write down; a longer one is its length.
+    """
+    facts, tables = {}, {}
+    for name, field in type(view).model_fields.items():
         value = getattr(view, name)
-        if value == type(view).model_fields[name].default:
+        if value == field.default:
             continue
         if isinstance(value, list) and value and isinstance(value[0], BaseModel):
             columns = _columns(value)
             rows = [[_written(column, getattr(row, column)) for column in columns] for row in value]
-            blocks.append(listing([*map(_words, columns)], rows, what=_words(name)))
+            tables[_words(name)] = [[*map(_words, columns)], *rows]
         else:
-            facts.append((_words(name), _written(name, value)))
-    return card(title, facts, *blocks)
+            facts[_words(name)] = _written(name, value, most=most)
+    return facts, tables
 
 
 def _columns(rows: Sequence[BaseModel]) -> list[str]:
@@ -104,7 +115,7 @@ def _words(name: str) -> str:
     return name.removesuffix("_s").removesuffix("_bytes").replace("_", " ")
 
 
-def _written(name: str, value: Any) -> str:
+def _written(name: str, value: Any, *, most: int = MOST_COLUMNS) -> str:
     """Write a field's value down: times and sizes for people, what is long by its length."""
     match value:
         case None:
@@ -112,13 +123,15 @@ def _written(name: str, value: Any) -> str:
         case int() if name.endswith("_bytes"):
             return size(value)
         case float() if name.endswith("_s") and value > A_TIME_S:
-            return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value))
+            return local(value)
         case bool() | str():
             return str(value)
         case int():
             return f"{value:,}"
         case float():
             return f"{value:.6g}"
+        case BaseModel() if type(value).__str__ is not BaseModel.__str__:
+            return str(value)
         case BaseModel():
             given = ((n, v) for n, v in value if v != type(value).model_fields[n].default)
             return ", ".join(f"{_words(n)} {_written(n, v)}" for n, v in given)
@@ -126,9 +139,14 @@ def _written(name: str, value: Any) -> str:
             return ", ".join(f"{key} {_written(str(key), entry)}" for key, entry in value.items())
         case list() | tuple() if name == "shape":
             return shape(value)
-        case list() | tuple() if len(value) <= MOST_COLUMNS:
+        case list() | tuple() if len(value) <= most:
             return ", ".join(_written("", entry) for entry in value)
     return f"{len(value):,}"
+
+
+def local(time_s: float) -> str:
+    """Return a time, given in seconds since 1970, by the clock of this place."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))
 
 
 def meter(done: int, total: int, *, label: str) -> str:

@@ -19,7 +19,6 @@ from gradbox.cli.output import (
     coloured,
     complain,
     duration,
-    moments,
     say,
     say_json,
     say_view,
@@ -107,7 +106,7 @@ def list_jobs(
 def show_job(id: JobId, *, json: AsJson = False) -> int:
     """Print all that the box says of a job."""
     with GradClient() as client:
-        return say_view(find_job(client, id).view, _described, json=json)
+        return say_view(find_job(client, id).view, json=json)
 
 
 @commands.command("watch", help="follow a job to its end")
@@ -194,28 +193,3 @@ def how_far(view: JobView) -> str:
 def _state(view: JobView) -> str:
     """Return a job's state, and of one that waits its place."""
     return ", ".join(filter(None, (state_and_place(view), begins_in(view))))
-
-
-def _described(view: JobView) -> dict[str, object]:
-    """Return what `jobs show` prints of a job, by the name that it prints before."""
-    asked = view.cancel_requested and not view.state.final
-    found: dict[str, object] = {
-        "id": view.id,
-        "name": view.name,
-        "state": view.state.value + (", to be cancelled" if asked else ""),
-        "owner": view.owner,
-        "computation": view.computation,
-        "model": view.model,
-        **moments(created=view.created_s, started=view.started_s, finished=view.finished_s),
-        "waits": "" if view.hold is None else f"the box is {view.hold}",
-        "waits for": view.waits_for(),
-        "progress": "" if view.error is not None else how_far(view),
-        "worker": view.worker,
-        "attempts": view.attempts or None,
-        "priority": view.priority or None,
-    }
-    if view.result is not None:
-        found["result"] = f"{view.result.size_bytes:,} bytes, SHA-256 {view.result.sha256}"
-    if view.error is not None:
-        found["error"] = f"{view.error.code}: {view.error.detail}"
-    return found

@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import typer
 
+from gradbox.html import told
 from gradbox.printable import printable
 
 if TYPE_CHECKING:
@@ -80,17 +81,19 @@ def say_views(
     return 0
 
 
-def say_view(view: View, described: Callable[[View], Mapping[str, object]], *, json: bool) -> int:
-    """Print one thing as JSON, or in a line for each name that it is described by."""
+def say_view(view: BaseModel, *, json: bool) -> int:
+    """Print all that the box says of one thing."""
     if json:
         say_json(view.model_dump(mode="json"))
         return 0
-    for name, value in described(view).items():
-        if value in (None, "", {}):
-            continue
+    facts, tables = told(view, most=sys.maxsize)
+    for name, text in facts.items():
         # A problem has several lines; all other text is somebody's, and stays on one.
-        lines = printable(value, lines=name == "error").split("\n")
-        say(f"\n{'':15}".join([f"{name:<14} {lines[0]}", *lines[1:]]))
+        lines = printable(text, lines=name == "error").split("\n")
+        say(f"\n{'':17}".join([f"{name:<16} {lines[0]}", *lines[1:]]))
+    for name, rows in tables.items():
+        say(f"\n{name}:")
+        say_table(rows)
     return 0
 
 
@@ -160,17 +163,3 @@ def brief(seconds: float) -> str:
 def ago(time_s: float, *, now_s: float | None = None) -> str:
     """Return how long ago a time was, given in seconds since 1970."""
     return f"{duration((time.time() if now_s is None else now_s) - time_s)} ago"
-
-
-def moments(**times_s: float | None) -> dict[str, str]:
-    """Return of each time that there is what is printed after its name."""
-    return {
-        name.replace("_", " "): f"{local(time_s)} ({ago(time_s)})"
-        for name, time_s in times_s.items()
-        if time_s is not None
-    }
-
-
-def local(time_s: float) -> str:
-    """Return a time, given in seconds since 1970, by the clock of this place."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))

@@ -17,7 +17,6 @@ from gradbox.cli.output import (
     Limit,
     coloured,
     duration,
-    moments,
     say,
     say_view,
     say_views,
@@ -25,8 +24,7 @@ from gradbox.cli.output import (
 from gradbox.cli.result import NeededFile, check_folder
 from gradbox.client import GradClient
 from gradbox.errors import InvalidRequest, RunNotFound
-from gradbox.html import size
-from gradbox.protocol import RunView, SaveView
+from gradbox.protocol import RunView
 from gradbox.runs import RunState, TrainRun
 
 TITLES: Final = ("ID", "NAME", "MODEL", "OPTIMIZER", "STEPS", "LOSS", "LAST STEP", "SAVES")
@@ -59,7 +57,7 @@ def list_runs(
 def show_run(run: Run, *, json: AsJson = False) -> int:
     """Print all that the box says of a run."""
     with GradClient() as client:
-        return say_view(find(client, run).view, _described, json=json)
+        return say_view(find(client, run).view, json=json)
 
 
 @commands.command("save", help="save a run's state under a name")
@@ -152,35 +150,6 @@ def find(client: GradClient, text: str) -> TrainRun:
         if begun:
             return begun[0]
         raise
-
-
-def _described(view: RunView) -> dict[str, object]:
-    """Return what `runs show` prints of a run, by the name that it prints before."""
-    options = ", ".join(f"{name}={v}" for name, v in view.optimizer.get("options", {}).items())
-    adapter = view.adapter or {}
-    return {
-        "id": view.id,
-        "name": view.name,
-        "owner": view.owner,
-        "model": f"{view.model}@{view.model_version[:SHOWN_LENGTH]}",
-        "optimizer": f"{view.optimizer.get('name')}({options})",
-        "trains": ", ".join(view.wrt or []),
-        "adapter": adapter and f"{adapter['kind']} of rank {adapter['rank']}",
-        "mode, seed": f"{view.mode}, {view.seed}",
-        "precision": view.precision,
-        "steps": view.num_steps,
-        "next step": view.under_way and f"job {view.under_way}",
-        "loss": view.loss,
-        "gradient norm": view.grad_norm,
-        **moments(created=view.created_s, last_step=view.last_step_s),
-        "on disk": size(view.state_bytes),
-        "saved as": "; ".join(map(_saved, view.saves)),
-    }
-
-
-def _saved(save: SaveView) -> str:
-    shared = ", shared" if save.shared else ""
-    return f"{save.name}, step {save.step}, {size(save.size_bytes)}{shared}"
 
 
 def _row(view: RunView) -> tuple[str, ...]:

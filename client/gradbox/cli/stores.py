@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from gradbox.cli.completion import complete_store
-from gradbox.cli.output import SHOWN_LENGTH, AsJson, ago, moments, say, say_view, say_views
+from gradbox.cli.output import AsJson, ago, say, say_view, say_views
 from gradbox.client import GradClient
 from gradbox.html import size
 from gradbox.protocol import StoreView
@@ -40,7 +40,7 @@ def list_stores(*, json: AsJson = False) -> int:
 def show_store(store: Store, *, json: AsJson = False) -> int:
     """Print all that the box says of a store."""
     with GradClient() as client:
-        return say_view(client.find_store(store).view, _described, json=json)
+        return say_view(client.find_store(store).view, json=json)
 
 
 @commands.command("grant", help="let people read and query a store of yours")
@@ -86,24 +86,6 @@ def delete_store(store: Store) -> int:
         client.find_store(store).delete()
     say(f"{store} deleted")
     return 0
-
-
-def _described(view: StoreView) -> dict[str, object]:
-    """Return what `stores show` prints of a store, by the name that it prints before."""
-    projection = view.projection
-    return {
-        "name": f"{view.owner}/{view.name}",
-        "id": view.id,
-        "model": f"{view.model}@{view.model_version[:SHOWN_LENGTH]}",
-        "weights": view.state and f"run {view.state.run}, {view.state.save or view.state.step}",
-        "wrt": ", ".join(view.wrt or []),
-        "projection": "none" if projection is None else f"{projection.kind}, {projection.dim}",
-        "mode, seed": f"{view.mode}, {view.seed}",
-        "rows": f"{view.num_rows} of {view.num_columns or 0} numbers in {view.dtype}",
-        "on disk": size(view.size_bytes),
-        **moments(created=view.created_s, used=view.used_s),
-        "read by": ", ".join(view.grants),
-    }
 
 
 def _row(view: StoreView) -> tuple[str, ...]:

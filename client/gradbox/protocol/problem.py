@@ -59,6 +59,9 @@ class Problem(BaseModel):
     def code(self) -> str:
         return self.type.removeprefix(URN)
 
+    def __str__(self) -> str:
+        return f"{self.code}: {self.detail}"
+
     def error(self) -> GradboxError:
         """Return the error to raise where a request was answered with this problem.
 

@@ -12,7 +12,8 @@ from typing import Annotated
 import typer
 
 from gradbox.cli.exits import DONE, WRONG_USAGE
-from gradbox.cli.output import AsJson, local, say_table
+from gradbox.cli.output import AsJson, say_table
+from gradbox.html import local
 from gradbox_service.commands.beside_the_box import DataFolder, RedisUrl, at_redis, beside_the_box
 from gradbox_service.database.connection import connect
 from gradbox_service.identity.tokens import Tokens
