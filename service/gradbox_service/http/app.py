@@ -28,7 +28,6 @@ from gradbox_service.http.routes import (
     blobs,
     box,
     jobs,
-    losses,
     models,
     probes,
     results,
@@ -134,9 +133,10 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
     app.add_middleware(RequestWatch, metrics=app.state.metrics)
     problems.install(app)
     app.router.routes.insert(0, jobs.POSTED)
-    for module in (jobs, runs, stores, blobs, results, losses, models, box, session, probes):
+    for module in (jobs, runs, stores, blobs, results, models, box, session, probes):
         app.include_router(module.router)
     app.include_router(runs.saves)
+    app.include_router(models.losses)
     app.include_router(pages.router())
     app.openapi = cache(partial(openapi.describe, app))  # type: ignore[method-assign]
     described = ("/openapi.json", lambda: app.openapi())

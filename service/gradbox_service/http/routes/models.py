@@ -1,7 +1,10 @@
-"""The models that live workers offer, and those that they cannot build."""
+"""The models that live workers offer, those that they cannot build, and the built-in losses."""
 
 from __future__ import annotations
 
+from pydantic import BaseModel
+
+from gradbox.builtin_losses.signatures import BUILTIN_SIGNATURES, LossSignature
 from gradbox.errors import OwnerOnly
 from gradbox.protocol import ModelList, ModelView
 from gradbox_service.admission.model import find_model
@@ -11,6 +14,19 @@ from gradbox_service.http.auth import Box, Caller
 from gradbox_service.http.routes import Router
 
 router = Router(prefix="/v1/models", tags=["models"])
+losses = Router(prefix="/v1/losses", tags=["losses"])
+
+
+class LossList(BaseModel):
+    """All built-in losses."""
+
+    losses: list[LossSignature]
+
+
+@losses.get("")
+def list_losses(caller: Caller) -> LossList:
+    """Every built-in loss: what it computes, its tensors and its options."""
+    return LossList(losses=list(BUILTIN_SIGNATURES.values()))
 
 
 @router.get("")
