@@ -47,13 +47,18 @@ def run_spec(
         optimizer=optimizer.spec,
         adapter=None if adapter is None else adapter.spec,
         wrt=globs(wrt),
-        start=_state(start, "start") or _state(start_weights, "start_weights"),
+        start=state_of(start, "start") or state_of(start_weights, "start_weights"),
         start_moments=start_weights is None,
         **given,
     )
 
 
-def _state(given: Any, where: str) -> StateRef | None:
+def state_of(given: Any, where: str) -> StateRef | None:
+    """Return the state that an argument stands for, if one is given.
+
+    Raises:
+        InvalidJob: it stands for none.
+    """
     found = state_ref(given, where=where)
     if given is not None and found is None:
         raise InvalidJob(

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gradbox.computations.computation import checked, globs, state_ref
+from gradbox.computations.computation import checked, globs
 from gradbox.errors import InvalidJob
 from gradbox.protocol import StoreSpec
+from gradbox.runs.begin import state_of
 from gradbox.stores.projections import Projection
 
 
@@ -29,12 +30,6 @@ def store_spec(
             f"projection: expected PerLayer(dim), CountSketch(dim), Rademacher(dim) or None, got "
             f"{projection!r:.120}"
         )
-    state = state_ref(weights)
-    if weights is not None and state is None:
-        raise InvalidJob(
-            f"weights: expected a run, a state of one or the name of a saved one, got "
-            f"{weights!r:.120}"
-        )
     return checked(
         StoreSpec,
         where="client.store",
@@ -42,6 +37,6 @@ def store_spec(
         model=model,
         wrt=globs(wrt),
         projection=None if projection is None else projection.spec,
-        state=state,
+        state=state_of(weights, "weights"),
         **given,
     )
