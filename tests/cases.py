@@ -8,7 +8,7 @@ the standard library only.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -194,3 +194,12 @@ CASES: dict[str, Callable[[], Case]] = {
     "frozen stem": _plain(models.frozen, wrt=["head.*"]),
     "unused branch": _plain(models.frozen),
 }
+
+
+def smooth(name: str) -> Case:
+    """Return a case whose loss has a second derivative, which `torch.cdist` in `spread` has not."""
+    case = CASES[name]()
+    return replace(case, loss=whitening) if case.loss is spread else case
+
+
+SMOOTH = [name for name in CASES if name != "transformer, a dict of parts"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradbox_engine import shard_stream
 from tests.cases import Case, Shards
@@ -32,19 +33,10 @@ class Answer:
 
 def naive(case: Case) -> Answer:
     """Answer a case by one backward pass through the graphs of all shards."""
-    model = case.model().to(DEVICE).train(case.mode == "train")
-    wanted = _wanted(model, case)
-    for parameter in wanted.values():
-        parameter.requires_grad_()
     groups, inputs = _with_leaves(case)
     case = replace(case, groups=groups, loss_inputs=moved(case.loss_inputs))
-    with torch.enable_grad(), native_recurrence():
-        outputs = {name: _outputs(model, case, name) for name in case.groups}
-        loss = (
-            case.loss(outputs["z"], **case.loss_inputs)
-            if outputs.keys() == {"z"}
-            else case.loss(**outputs, **case.loss_inputs)
-        )
+    model, wanted, outputs = _forward(case)
+    loss = _loss(case, outputs)
     leaves = wanted | case.loss_parameters
     wanted_leaves = [*leaves.values(), *inputs.values()]
     found = iter(torch.autograd.grad(loss, wanted_leaves, allow_unused=True))
@@ -60,6 +52,63 @@ def naive(case: Case) -> Answer:
             for (place, leaf), gradient in zip(inputs.items(), found, strict=True)
         },
     )
+
+
+def curvature_products(
+    case: Case, vectors: Mapping[str, Tensor], *, kind: str = "hessian"
+) -> dict[str, Tensor]:
+    """Multiply vectors with the curvature of a case's loss, with the graphs of all shards alive.
+
+    The Hessian by double backward through everything, the Gauss-Newton matrix as Jᵀ (∇²g) J of
+    dense matrices. Fused attention cannot be differentiated twice, so this too runs without it.
+    """
+    case = replace(
+        case,
+        groups={n: [moved(shard) for shard in shards] for n, shards in case.groups.items()},
+        loss_inputs=moved(case.loss_inputs),
+    )
+    with sdpa_kernel(SDPBackend.MATH):
+        _, wanted, outputs = _forward(case)
+    parameters = list(wanted.values())
+    v_VP = torch.cat([vectors[name].to(DEVICE).flatten(1) for name in wanted], 1)
+    if kind == "hessian":
+        first_P = _flat(_loss(case, outputs), parameters, create_graph=True)
+        rows = [_flat(first_P @ v_P, parameters) for v_P in v_VP]
+    else:
+        leaves = {group: z.detach().requires_grad_() for group, z in outputs.items()}
+        first_Z = _flat(_loss(case, leaves), list(leaves.values()), create_graph=True)
+        bent_ZZ = torch.stack([_flat(entry, list(leaves.values())) for entry in first_Z])
+        flat_Z = torch.cat([z.flatten() for z in outputs.values()])
+        jacobian_ZP = torch.stack([_flat(entry, parameters) for entry in flat_Z])
+        rows = list(v_VP @ jacobian_ZP.T @ bent_ZZ @ jacobian_ZP)
+    parts = torch.split(torch.stack(rows), [p.numel() for p in parameters], 1)
+    return {n: x.view(-1, *wanted[n].shape) for n, x in zip(wanted, parts, strict=True)}
+
+
+def _flat(value: Tensor, leaves: list[Any], **how: Any) -> Tensor:
+    """Return a number's gradient by all leaves in one row."""
+    if not value.requires_grad:
+        return torch.cat([torch.zeros_like(leaf).flatten() for leaf in leaves])
+    found = torch.autograd.grad(value, leaves, allow_unused=True, retain_graph=True, **how)
+    pairs = zip(found, leaves, strict=True)
+    return torch.cat([(torch.zeros_like(x) if g is None else g).flatten() for g, x in pairs])
+
+
+def _forward(case: Case) -> tuple[nn.Module, dict[str, nn.Parameter], dict[str, Any]]:
+    """Return the model, what is differentiated by, and Z of each group with its graph."""
+    model = case.model().to(DEVICE).train(case.mode == "train")
+    wanted = wanted_parameters(model, case)
+    for parameter in wanted.values():
+        parameter.requires_grad_()
+    with torch.enable_grad(), native_recurrence():
+        return model, wanted, {name: _outputs(model, case, name) for name in case.groups}
+
+
+def _loss(case: Case, outputs: Mapping[str, Any]) -> Tensor:
+    with torch.enable_grad():
+        if outputs.keys() == {"z"}:
+            return case.loss(outputs["z"], **case.loss_inputs)
+        return case.loss(**outputs, **case.loss_inputs)
 
 
 def difference(grads: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
@@ -96,7 +145,7 @@ def _with_leaves(
     return groups, leaves
 
 
-def _wanted(model: nn.Module, case: Case) -> dict[str, nn.Parameter]:
+def wanted_parameters(model: nn.Module, case: Case) -> dict[str, nn.Parameter]:
     return {
         name: parameter
         for name, parameter in model.named_parameters()

@@ -19,6 +19,7 @@ from torch import Tensor
 from gradbox_engine import CoupledShards, Objective, Penalty, set_gradient
 from gradbox_engine.per_sample import OtherShards, jacobian, per_sample_gradient
 from tests.cases import CASES
+from tests.engine.curving import curved
 from tests.engine.interrupted import Kept, Killed, KilledAt
 from tests.engine.mixed.running import mixed_answer
 from tests.engine.per_sample import zoo
@@ -40,6 +41,7 @@ PENALISED = {
     "lstm": [Penalty("lstm[0]", torch.norm, 0.2)],
 }
 WITH_INPUTS = ("mlp", "cnn in train", "lstm", "average saved", "two towers")
+CURVED = ("mlp, labels", "cnn in train", "lstm", "two towers", "one number a shard")
 MASKED_BY_SAMPLE = ("in-place activations", "cnn in train", "transformer", "two towers")
 
 Arrays = dict[str, Tensor]
@@ -82,6 +84,9 @@ def problems() -> dict[str, Problem]:
         named[f"per-sample gradient: {name}"] = lambda name=name: _per_sample(name)
     for reduction in ("norm", "gram", "projection"):
         named[f"{reduction}: encoder layer"] = lambda how=reduction: _reduced(how)
+    for name in CURVED:
+        for kind in ("hessian", "ggn"):
+            named[f"{kind} products: {name}"] = lambda name=name, k=kind: _curved(name, k)
     for name, mixed in {**MIXED_CASES, **OBSTACLES}.items():
         named[f"mixed gradient: {name}"] = lambda case=mixed: _mixed(case())
     return named
@@ -255,6 +260,11 @@ def _reduced(how: Any) -> Arrays:
     model, inputs = zoo.build("encoder layer")
     found = jacobian(model, [inputs], reduce=how, dim=7 if how == "projection" else None)
     return {**found.arrays, **_prefixed("norms", found.parameter_norms)}
+
+
+def _curved(name: str, kind: str) -> Arrays:
+    found = curved(CASES[name](), kind=kind)
+    return {"loss": torch.tensor(found.loss, dtype=torch.float64), **found.products}
 
 
 def _mixed(case: Any) -> Arrays:

@@ -14,6 +14,7 @@
     ├── LossNotScalar (TypeError)       the loss is not one real number
     ├── LossNotFinite                   the loss is NaN or infinite
     ├── GradientNotFinite               a gradient that a parameter was to be updated by is
+    ├── NotPositiveDefinite             a curvature to be inverted bends down along some direction
     ├── ReplayMismatch                  a replay did not reproduce the first pass
     ├── CoupledShards                   a job over several ranges needs a buffer from shard to shard
     ├── DeviceLost                      a device that ran a range of shards is gone
@@ -107,6 +108,10 @@ class LossNotFinite(EngineError):
 
 class GradientNotFinite(EngineError):
     """A gradient is NaN or infinite, so no parameter is updated by it."""
+
+
+class NotPositiveDefinite(EngineError):
+    """Conjugate gradients met a direction along which the curvature is not positive."""
 
 
 class ReplayMismatch(EngineError):

@@ -12,12 +12,13 @@ from gradbox_engine.errors import BadInputs
 
 Mode = Literal["eval", "train"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp64"]
-Phase = Literal["forward", "cotangents", "replay", "samples"]
+Phase = Literal["forward", "cotangents", "replay", "samples", "products"]
 Streams = Literal["shard", "sample"]
 Recompute = str  # "off", "auto", "blocks", or a pattern over names of submodules
 Retain = int | Literal["auto"]
 Returned = Literal["grads", "buffers", "outputs", "cotangents", "input_grads"]
 MixedReturned = Literal["grads", "dfdz"]
+CurvatureKind = Literal["hessian", "ggn"]
 
 Shard = Mapping[str, Any]
 Z = Tensor | dict[str, Tensor]
@@ -223,6 +224,22 @@ class MixedResult:
     ranges: tuple[RangeRun, ...]
     recomputed: Recomputed = NOT_RECOMPUTED
     dfdz: Tensor | None = None  # shards along dim 0, in the order in which `outer` saw them
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurvatureResult:
+    """Products with a curvature matrix, or with its inverse, and how they were computed.
+
+    `products` have a row for each vector: name → (V, *shape). Of an inverse there are, by vector,
+    the `iterations` and the `residuals` ‖v − (C + λI) x‖ / ‖v‖, each of a product made for it.
+    """
+
+    loss: float
+    products: dict[str, Tensor]
+    replay_difference: float
+    seconds: dict[Phase, float]
+    iterations: tuple[int, ...] = ()
+    residuals: tuple[float, ...] = ()
 
 
 class Observer(Protocol):

@@ -29,6 +29,7 @@ __all__ = [
     "copy_each",
     "flattened",
     "function_mode_enabled",
+    "has_dead_end",
     "hooks_after_accumulation",
     "hooks_on_calls",
     "hooks_on_gradient",
@@ -212,6 +213,24 @@ def switch_gradients(enabled: bool) -> None:
     Without it, loss functions that switch them would be refused.
     """
     torch._C._set_grad_enabled(enabled)
+
+
+def has_dead_end(*tensors: Tensor) -> bool:
+    """Return whether the graph behind some tensors has a node that only raises, known by its name.
+
+    autograd does not run such a node where it has nothing to hand on to: the derivative would be
+    zero without an error.
+    """
+    pending, seen = [tensor.grad_fn for tensor in tensors], set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::Error":
+            return True
+        pending.extend(following for following, _ in node.next_functions)
+    return False
 
 
 def inside_transform() -> bool:

@@ -17,7 +17,12 @@ from gradbox_engine.model.calling.blame import blaming
 from gradbox_engine.model.calling.outputs import Outputs, as_z, wide_leaves
 from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.model.calling.shard_rng import shard_stream
-from gradbox_engine.replay.cotangents import moved, real_number, refuse_constant
+from gradbox_engine.replay.cotangents import (
+    derivatives,
+    moved,
+    real_number,
+    refuse_constant,
+)
 from gradbox_engine.requests import Objective
 
 STREAM = 2
@@ -111,9 +116,5 @@ def norm(tensors: Iterable[Tensor]) -> Tensor:
 def _gradients(
     value: Tensor, leaves: Mapping[str, Tensor], *, create_graph: bool = False
 ) -> dict[str, Tensor]:
-    if not value.requires_grad or not leaves:
-        return {}
-    gradients = torch.autograd.grad(
-        value, list(leaves.values()), create_graph=create_graph, allow_unused=True
-    )
+    gradients = derivatives([value], list(leaves.values()), create_graph=create_graph)
     return {n: g for n, g in zip(leaves, gradients, strict=True) if g is not None}

@@ -37,6 +37,7 @@ from gradbox_engine.model.precision import (
     replay_tolerance,
 )
 from gradbox_engine.model.prepared import Prepared
+from gradbox_engine.torch_private import has_dead_end
 
 WITHOUT_RULE = re.compile(r"Trying to use forward AD with (\S+) that does not support it")
 WITHOUT_JVP = "You must implement the jvp function for custom autograd.Function"
@@ -184,7 +185,7 @@ class ShardJacobians:
                 (product,) = torch.autograd.grad(
                     list(differentiable.values()), leaf, list(probes.values()), create_graph=True
                 )
-                if _has_dead_end(product):
+                if has_dead_end(product):
                     raise self.no_tangent(position, "a backward marked once_differentiable")
                 gradients = torch.autograd.grad(
                     product, list(probes.values()), u, allow_unused=True
@@ -221,24 +222,6 @@ def missing_rule(error: ModelCallFailed) -> str:
     if message.startswith(WITHOUT_JVP):
         return "a custom autograd.Function"
     return f"{type(error.__cause__).__name__}: {message.splitlines()[0] if message else ''}"
-
-
-def _has_dead_end(tensor: Tensor) -> bool:
-    """Return whether the graph behind a tensor holds a node that only raises.
-
-    autograd does not run such a node where it has nothing to hand on to: the derivative would be
-    zero without an error.
-    """
-    pending, seen = [tensor.grad_fn], set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node.name() == "torch::autograd::Error":
-            return True
-        pending.extend(following for following, _ in node.next_functions)
-    return False
 
 
 def _linearised(

@@ -87,7 +87,7 @@ def differentiate(
         if penalty is None:
             refuse_constant(loss, called=called)
         flat = [z for named in leaves.values() for z in named.values()]
-        gradients = iter(_gradients(loss, [*flat, *objective.parameters.values()]))
+        gradients = iter(derivatives([loss], [*flat, *objective.parameters.values()]))
     cotangents = {g: {name: next(gradients) for name in named} for g, named in leaves.items()}
     parameters = dict(zip(objective.parameters, gradients, strict=True))
     return LossDerivatives(
@@ -106,11 +106,32 @@ def differentiate(
     )
 
 
-def _gradients(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    if not loss.requires_grad:
+def derivatives(
+    outputs: Sequence[Tensor | None],
+    leaves: Sequence[Tensor],
+    cotangents: Sequence[Tensor | None] | None = None,
+    *,
+    create_graph: bool = False,
+) -> list[Tensor | None]:
+    """Return Σ ⟨cotangent, output⟩ differentiated by each leaf; None where no path leads.
+
+    Args:
+        cotangents: without them outputs are numbers; with them their graphs stay.
+    """
+    given = cotangents or [None] * len(outputs)
+    moving = [
+        (x, None if c is None else c.to(x.dtype))
+        for x, c in zip(outputs, given, strict=True)
+        if x is not None and x.requires_grad
+    ]
+    if not moving or not leaves:
         return [None] * len(leaves)
-    gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
-    return [None if g is None else g.to_dense() for g in gradients]
+    roots, directions = zip(*moving, strict=True)
+    keep = create_graph or cotangents is not None
+    found = torch.autograd.grad(
+        roots, leaves, directions, keep, create_graph=create_graph, allow_unused=True
+    )
+    return [None if gradient is None else gradient.to_dense() for gradient in found]
 
 
 def _evaluate(objective: Objective, seen: dict[str, Z], inputs: dict[str, Any]) -> Any:
