@@ -40,7 +40,7 @@ def rows(recompute: str, sizes: tuple[int, ...], *, own: nn.Module | None = None
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (3, 2)])
 def test_rows_of_recomputed_shards_are_those_of_whole_graphs(mode, sizes):
     off, on = (rows(recompute, sizes, mode=mode) for recompute in ("off", "blocks"))
-    assert on.recomputed == Recomputed(("0", "1", "2"), len(sizes))
+    assert on.recomputed == Recomputed(("0", "1"), len(sizes))
     assert set(on.loops) == set(on.names)
     for name, array in off.arrays.items():
         torch.testing.assert_close(on.arrays[name], array, rtol=1e-12, atol=1e-14)
@@ -114,4 +114,6 @@ def test_the_peak_is_lower():
 
         return peak_bytes(step)
 
-    assert peak("blocks") < 0.35 * peak("off")
+    whole = peak("off")
+    assert peak("*") < 0.35 * whole
+    assert peak("blocks") < 0.6 * whole
