@@ -25,6 +25,7 @@ __all__ = [
     "OrderedDictWrapper",
     "TorchDispatchMode",
     "base_of",
+    "batched_gradients",
     "buffers_of",
     "copy_each",
     "flattened",
@@ -244,6 +245,26 @@ def inside_transform() -> bool:
 def of_a_transform(tensor: Tensor) -> bool:
     """Return whether a tensor belongs to a transform; of one that is over, it cannot be read."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def batched_gradients(
+    value: Tensor, wanted: Sequence[Any], cotangents: Tensor, *, keep_graph: bool
+) -> list[Tensor | None]:
+    """Return the gradients at edges or leaves for Y cotangents in one backward pass, (Y, ...) each.
+
+    `torch.autograd.grad(is_grads_batched=True)` does the same; what it does beside takes longer
+    than the pass of a small model.
+    """
+    level = torch._C._vmapmode_increment_nesting()
+    try:
+        batched = torch._add_batch_dim(cotangents, 0, level)
+        found = torch.autograd.grad(value, wanted, batched, keep_graph, allow_unused=True)
+        return [
+            None if g is None else torch._remove_batch_dim(g, level, len(cotangents), 0)
+            for g in found
+        ]
+    finally:
+        torch._C._vmapmode_decrement_nesting()
 
 
 def function_mode_enabled() -> bool:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.utils.checkpoint
 from torch import nn
 
-from gradbox_engine.model.kernels import checkpoints_inlined, checkpoints_reached, suits_cudnn
+from gradbox_engine.model.kernels import suits_cudnn
 from gradbox_engine.model.precision import arithmetic
 
 
@@ -48,17 +47,3 @@ def test_a_process_that_set_the_newer_switch_alone_may_run_jobs():
 )
 def test_cudnn_runs_recurrent_layers_that_it_can_serve(layer, suits):
     assert suits_cudnn(layer) == suits
-
-
-def test_jobs_that_overlap_leave_torchs_checkpoints_as_they_were():
-    own = torch.utils.checkpoint.CheckpointFunction
-    first, second = checkpoints_reached(), checkpoints_reached()
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert torch.utils.checkpoint.CheckpointFunction is not own
-    with checkpoints_inlined():
-        inlined = torch.utils.checkpoint.CheckpointFunction
-    assert torch.utils.checkpoint.CheckpointFunction is not inlined
-    second.__exit__(None, None, None)
-    assert torch.utils.checkpoint.CheckpointFunction is own

@@ -58,7 +58,7 @@ def prepared_mixed(
     with (
         prepared(model, [group], NOTHING, call_options) as ready,
         trainable(leaves, widened=call_options.widened),
-        differentiable_kernels(),
+        differentiable_kernels(model.modules()),
     ):
         yield PreparedMixed(
             ready=ready,

@@ -6,35 +6,48 @@ so that values and dropout masks agree between them; so the first pass pays for 
 with memory for T² scores a head.
 
 cuDNN's recurrent layers have no backward pass in eval mode. Their dropout between layers draws from
-a state that cuDNN seeds once a process, so that no replay repeats it. In both cases torch's own
-kernels run; what calls `torch.lstm` itself, beside `nn.LSTM`, is not covered.
+a state that cuDNN seeds once a process, so that no replay repeats it. In both cases all layers of
+the model run on torch's own kernels. So they do in a mixed gradient through a recurrent layer. What
+calls `torch.lstm` itself, beside `nn.LSTM`, is not covered.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 
 from gradbox_engine.torch_private import SAVED_INPUTS
 
 _Reentrant = torch.utils.checkpoint.CheckpointFunction
-_REPLACED: dict[tuple[Any, str], list[Any]] = {}  # by place: torch's own, and what stands there
-RECURRENT = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
 
 
 @contextmanager
-def differentiable_kernels() -> Iterator[None]:
-    """Have attention and recurrent layers computed from operations that all have rules."""
-    with sdpa_kernel(SDPBackend.MATH), compiled_code_run_eagerly(), _UnfusedRecurrence():
+def differentiable_kernels(modules: Iterable[nn.Module] = ()) -> Iterator[None]:
+    """Have attention and recurrent layers computed from operations that all have rules.
+
+    Args:
+        modules: those of the model that runs.
+    """
+    recurrent = any(isinstance(module, nn.RNNBase) for module in modules)
+    with (
+        sdpa_kernel(SDPBackend.MATH),
+        compiled_code_run_eagerly(),
+        libraries_off() if recurrent else nullcontext(),
+    ):
         yield
+
+
+def repeatable_kernels(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
+    """Return a context for calls of these modules, without cuDNN where it cannot serve one."""
+    lacking = (isinstance(m, nn.RNNBase) and _on_cuda(m) and not suits_cudnn(m) for m in modules)
+    return libraries_off() if any(lacking) else nullcontext()
 
 
 def compiled_code_run_eagerly() -> AbstractContextManager[object]:
@@ -83,18 +96,13 @@ def checkpoints_reached() -> AbstractContextManager[None]:
 
 @contextmanager
 def replaced(owner: Any, name: str, instead: Any) -> Iterator[None]:
-    """Let something else take the place of an attribute of one of torch's modules or classes.
-
-    Jobs of several threads may end in another order than they began; the last puts torch's back.
-    """
-    places = _REPLACED.setdefault((owner, name), [vars(owner)[name]])
-    places.append(instead)
+    """Let something else take the place of an attribute of one of torch's modules or classes."""
+    before = vars(owner)[name]
     setattr(owner, name, instead)
     try:
         yield
     finally:
-        places.remove(instead)
-        setattr(owner, name, places[-1])
+        setattr(owner, name, before)
 
 
 class _Reached:
@@ -120,23 +128,6 @@ class _NothingSaved:
         return torch.empty(0)  # without a graph, as where nothing requires grad
 
 
-class _UnfusedRecurrence(TorchFunctionMode):
-    """Switches cuDNN and oneDNN off inside recurrent layers, and only there."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func not in RECURRENT:
-            return func(*args, **kwargs)
-        with libraries_off():
-            return func(*args, **kwargs)
-
-
 @contextmanager
 def libraries_off() -> Iterator[None]:
     """Let torch's own kernels run, none of cuDNN and oneDNN."""
@@ -151,36 +142,9 @@ def libraries_off() -> Iterator[None]:
             library.enabled = enabled
 
 
-def avoid_cudnn_recurrence(modules: Iterable[nn.Module]) -> None:
-    """Register hooks by which recurrent layers on CUDA that cuDNN cannot serve run without it.
-
-    Whoever calls this removes the hooks, as `restored` does.
-    """
-    for module in modules:
-        if isinstance(module, nn.RNNBase) and _on_cuda(module) and not suits_cudnn(module):
-            calls = _CallsWithoutLibraries()
-            module.register_forward_pre_hook(calls.begin, prepend=True)
-            module.register_forward_hook(calls.end, always_call=True)
-
-
 def suits_cudnn(layer: nn.RNNBase) -> bool:
     """Return whether cuDNN's kernel has a backward pass and repeats itself, in the layer's mode."""
     return layer.training and not (layer.dropout > 0 and layer.num_layers > 1)
-
-
-class _CallsWithoutLibraries:
-    """Hooks around a module's calls, also those of a checkpoint in a backward pass."""
-
-    def __init__(self) -> None:
-        self._exits: list[ExitStack] = []
-
-    def begin(self, *_: Any) -> None:
-        self._exits.append(ExitStack())
-        self._exits[-1].enter_context(libraries_off())
-
-    def end(self, *_: Any) -> None:
-        if self._exits:
-            self._exits.pop().close()
 
 
 def _on_cuda(module: nn.Module) -> bool:

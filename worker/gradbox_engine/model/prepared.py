@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gradbox_engine.model.calling.calls import ModelCalls
 from gradbox_engine.model.calling.shard_feed import ShardFeed
 from gradbox_engine.model.calling.shard_rng import generators_restored
-from gradbox_engine.model.kernels import avoid_cudnn_recurrence, checkpoints_reached
+from gradbox_engine.model.kernels import checkpoints_reached, repeatable_kernels
 from gradbox_engine.model.precision import arithmetic, passes_float16
 from gradbox_engine.model.state.buffers import Buffers
 from gradbox_engine.model.state.restore import RegisteredState, restored
@@ -87,12 +87,14 @@ def configured(
         if options.widened:
             widen(model)
         lay_over(model, options.weights, widened=options.widened)
-        model.train(options.mode == "train")
-        avoid_cudnn_recurrence(registered.modules)
+        training = options.mode == "train"
+        if any(module.training != training for module in registered.modules):
+            model.train(training)
         for parameter in registered.parameters:
             parameter.requires_grad_(id(parameter) in differentiated)
             parameter.grad = None
-        yield registered, changes
+        with repeatable_kernels(registered.modules):
+            yield registered, changes
         changes.refuse_new()
 
 

@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge
 
 from gradbox_engine.model.precision import accumulation_dtype, fp16_scale
 from gradbox_engine.replay.replay import LARGEST, MOST_STEPS, STEP
+from gradbox_engine.torch_private import batched_gradients
 
 Wanted = Sequence[GradientEdge] | Sequence[Tensor]
 
@@ -48,8 +49,10 @@ def gradients(
         return [None] * len(wanted)
     if in_float16:
         return _through_float16(partial(gradients, value, wanted, batched=batched), cotangent)
+    if batched:
+        return batched_gradients(value, wanted, cotangent, keep_graph=keep_graph)
     found: Sequence[Tensor | None] = torch.autograd.grad(
-        value, wanted, cotangent, keep_graph, allow_unused=True, is_grads_batched=batched
+        value, wanted, cotangent, keep_graph, allow_unused=True
     )
     return found
 

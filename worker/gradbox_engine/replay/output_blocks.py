@@ -24,7 +24,8 @@ class OutputBlocks:
     def __init__(self, num_shards: int) -> None:
         """Allocate nothing yet."""
         self._num_left = num_shards
-        self._blocks: dict[tuple[str, torch.dtype], Tensor] = {}  # what is left of the newest
+        self._blocks: dict[tuple[str, torch.dtype], tuple[Tensor, int]] = {}
+        """The newest one of each kind, and how many of its entries are taken."""
 
     def copy(self, outputs: Outputs) -> Outputs:
         """Return the next shard's outputs, without their graph."""
@@ -34,9 +35,9 @@ class OutputBlocks:
 
     def _copied(self, name: str, z: Tensor) -> Tensor:
         key, needed = (name, z.dtype), z.numel()
-        block = self._blocks.get(key)
-        if block is None or block.numel() < needed or block.device != z.device:
+        block, taken = self._blocks.get(key) or (z.new_empty(0), 0)
+        if block.numel() - taken < needed or block.device != z.device:
             most = max(1, BLOCK_BYTES // max(1, z.nbytes))  # of shards like this one
-            block = z.new_empty(needed * min(self._num_left, most))
-        self._blocks[key] = block[needed:]
-        return block[:needed].view(z.shape).copy_(z)
+            block, taken = z.new_empty(needed * min(self._num_left, most)), 0
+        self._blocks[key] = block, taken + needed
+        return block[taken : taken + needed].view(z.shape).copy_(z)

@@ -248,7 +248,8 @@ def carry_back(
     for name, z in graph.outputs.items():
         if name in cotangent and z.requires_grad:
             roots.append(z)
-            gradients.append((cotangent[name] * sums.scale).to(z.dtype))
+            scaled = cotangent[name] if sums.scale == 1.0 else cotangent[name] * sums.scale
+            gradients.append(scaled.to(z.dtype))
     for tap, edge in graph.taps:
         if edge is not None:
             roots.append(edge)

@@ -76,7 +76,7 @@ class blaming:  # noqa: N801 - reads as a phrase: with blaming("the model", "sha
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if isinstance(error, EngineError | torch.OutOfMemoryError):
+        if error is None or isinstance(error, EngineError | torch.OutOfMemoryError):
             return
         if is_out_of_memory(error):
             raise torch.OutOfMemoryError(f"{self._where}: {self._what}: {error}") from error

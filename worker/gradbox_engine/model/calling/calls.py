@@ -30,7 +30,7 @@ from gradbox_engine.requests import CallOptions, Group
 NOTHING = nullcontext()
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class ShardGraph:
     """What one call on a shard returned, with its graph.
 
@@ -91,6 +91,7 @@ class ModelCalls:
         *,
         with_penalties: bool = False,
         recompute: bool | None = None,
+        observed: AbstractContextManager[object] = NOTHING,
     ) -> ShardGraph:
         """Put a shard through the model and return z with its graph.
 
@@ -99,6 +100,7 @@ class ModelCalls:
                 are in any case.
             recompute: whether its blocks are computed again in the backward pass; None: where the
                 job's option says so.
+            observed: a function mode, which sees what model and readout call.
 
         Raises:
             ModelCallFailed: the model or the readout raised; the message says on which shard.
@@ -119,16 +121,16 @@ class ModelCalls:
             self._taps.hooked(with_values=with_penalties) as tapped,
             self._blocks_cut(position) if recomputed else NOTHING,
         ):
-            with torch.enable_grad():  # the model may leave it switched off
+            with torch.enable_grad(), observed:  # the model may leave it switched off
                 value = choose(entry(*by_place, **by_name), self._options.output)
             if readout is not None:
-                output = self._brought(value)
-                given = {"output": output, "inputs": arguments}
+                given = {"output": value, "inputs": arguments}
                 with (
                     blaming("the readout", self.where(position), arguments=given),
                     torch.enable_grad(),
+                    observed,
                 ):
-                    value = readout(output, arguments)
+                    value = readout(self._brought(value), arguments)
         source = "model" if readout is None else "readout"
         outputs = as_outputs(value, source=source)
         return ShardGraph(

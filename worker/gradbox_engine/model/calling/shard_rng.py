@@ -8,17 +8,16 @@ Not seeded: a `torch.Generator`, `random.Random` or `numpy.random.Generator` tha
 its own. It goes on from shard to shard, as the rest of the model's state: see `state`.
 
 NumPy's functions draw from another bit generator meanwhile, so the user's is not touched, whatever
-its kind. To write its 624 words back takes 0.1 ms, a third of a small model's training step.
+its kind: to read or to write its 624 words takes longer than all others together. Not put back: the
+second normal number of a pair, which those functions keep beside it for their next call.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, NamedTuple
 
@@ -30,8 +29,6 @@ except ImportError:
     numpy = None  # type: ignore[assignment]
 
 _spare_twisters: list[Any] = []  # made in 0.1 ms each; every use seeds them first
-_open: list[_Before] = []  # of every `generators_restored` that is open, the first one first
-_exchange = threading.RLock()  # held while the two above change
 
 
 @contextmanager
@@ -54,25 +51,22 @@ def shard_stream(seed: int, group: int, shard: int) -> Iterator[None]:
 
 @contextmanager
 def generators_restored() -> Iterator[None]:
-    """Put every global generator back on the way out.
-
-    Jobs that overlap may end in another order than they began: of what is open, the one that began
-    next then puts back what this one found. In threads they draw from the same generators, in no
-    order that can be told; what was found is put back all the same.
-    """
-    with _exchange:
-        before = _Before.found()
-        _open.append(before)
+    """Put every global generator back on the way out."""
+    before = [(generator.write, generator.read()) for generator in _generators()]
+    functions: Any = None if numpy is None else numpy.random  # whose stubs lack some of it
+    if functions is not None:
+        bit_generator = functions.get_bit_generator()
+        meanwhile = _spare_twisters.pop() if _spare_twisters else functions.MT19937(0)
+        functions.set_bit_generator(meanwhile)
+        functions.seed(0)
     try:
         yield
     finally:
-        with _exchange:
-            place = _open.index(before)
-            del _open[place]
-            if place < len(_open):
-                _open[place].take_over(before)
-            else:
-                before.put_back()
+        for write, state in before:
+            write(state)
+        if functions is not None:
+            functions.set_bit_generator(bit_generator)
+            _spare_twisters.append(meanwhile)
 
 
 def begin_stream(seed: int, group: int, shard: int) -> None:
@@ -156,44 +150,3 @@ def _generators() -> tuple[_Generator, ...]:
 
 
 _mps_is_available = cache(torch.backends.mps.is_available)
-
-
-@dataclass(eq=False)
-class _Before:
-    """What a `generators_restored` found; of NumPy nothing where there is none."""
-
-    generators: list[tuple[Callable[[Any], object], Any]]  # what writes a state, and the state
-    bit_generator: Any = None  # what NumPy's functions drew from
-    numpy_state: Any = None  # its state, and the normal number that is kept for the next call
-    meanwhile: Any = None  # what they draw from until then
-
-    @classmethod
-    def found(cls) -> _Before:
-        """Note all states, and let NumPy's functions draw from another bit generator."""
-        before = cls([(generator.write, generator.read()) for generator in _generators()])
-        if numpy is not None:
-            functions: Any = numpy.random  # whose stubs lack some of it
-            before.bit_generator = functions.get_bit_generator()
-            before.numpy_state = functions.get_state(legacy=False)
-            before.meanwhile = _spare_twisters.pop() if _spare_twisters else functions.MT19937(0)
-            functions.set_bit_generator(before.meanwhile)
-            functions.seed(0)
-        return before
-
-    def put_back(self) -> None:
-        """Let all functions draw from that again."""
-        for write, state in self.generators:
-            write(state)
-        if numpy is not None:
-            functions: Any = numpy.random
-            functions.set_bit_generator(self.bit_generator)
-            if self.numpy_state["has_gauss"]:  # forgotten by the setter
-                functions.set_state(self.numpy_state)
-            _spare_twisters.append(self.meanwhile)
-
-    def take_over(self, earlier: _Before) -> None:
-        """Put back later what an earlier one, which ends now, would have put back."""
-        if earlier.meanwhile is not None:
-            _spare_twisters.append(earlier.meanwhile)
-        self.generators = earlier.generators
-        self.bit_generator, self.numpy_state = earlier.bit_generator, earlier.numpy_state

@@ -125,11 +125,10 @@ class CallableModel:
             arguments: copies, to which the model may write.
             observed: a function mode, which sees what the model calls.
         """
+        recompute = self.recomputes(position)
         with torch.enable_grad(), checkpoints_inlined():
-            with observed:
-                recompute = self.recomputes(position)
-                outputs = self._calls(position, arguments, recompute=recompute).outputs
-            z = outputs.get(BARE)
+            graph = self._calls(position, arguments, recompute=recompute, observed=observed)
+            z = graph.outputs.get(BARE)
             if z is None or z.dim() == 0:
                 raise NoBatchAxis(
                     "per-sample quantities need one output tensor whose dim 0 counts samples, got "
