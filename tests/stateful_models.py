@@ -2,9 +2,10 @@
 
 Most reverse their gradient by a strength that depends on what they keep, so that no output shows
 whether a replay finds the state that the first pass found. Each entry of STATEFUL builds a model as
-it is registered; `naive_answer` has all graphs alive. TorchScript reads annotations, so that these
-are no strings here.
+it is registered; `naive_answer` has all graphs alive.
 """
+
+from __future__ import annotations
 
 import enum
 import functools
@@ -33,8 +34,8 @@ class StatefulModel:
     """What the refusal to split its shards names; None where each range begins as registered."""
     in_order: bool = False
     """Whether a second pass takes all shards, in order, for no state has what each leaves."""
-    checkpointed: bool = True
-    """Whether a killed job goes on, for what shards change has JSON values; others begin again."""
+    checkpointed: bool = False
+    """Whether a killed job goes on: shards change numbers of buffers alone; others begin again."""
     couples_samples: bool = False
     """Whether a sample's output depends on others in its shard."""
 
@@ -91,12 +92,8 @@ def _shifted(shift: Callable[[Any, Tensor], Tensor], **told: Any) -> StatefulMod
     return StatefulModel(functools.partial(Shifting, shift, **told), **facts)
 
 
-def _begins_again(model: StatefulModel) -> StatefulModel:
-    return replace(model, checkpointed=False)
-
-
 def _in_order(model: StatefulModel) -> StatefulModel:
-    return replace(model, coupled="objects that hold", checkpointed=False, in_order=True)
+    return replace(model, coupled="objects that hold", in_order=True)
 
 
 def _bound(holder: Any, value: Any) -> Any:
@@ -132,7 +129,7 @@ class _Strength(enum.Enum):
     WEAK = 1
     STRONG = 3
 
-    def other(self) -> "_Strength":
+    def other(self) -> _Strength:
         return _Strength.STRONG if self is _Strength.WEAK else _Strength.WEAK
 
 
@@ -177,22 +174,16 @@ IN_ATTRIBUTES: Final = {
         lambda m, _: min(3.0, _bound(m, 1.0 if m.kept == float("inf") else float("inf"))),
         kept=lambda: 1.0,
     ),
-    "number of NumPy": _begins_again(
-        _by(lambda m, _: _bound(m, m.kept + 1), kept=lambda: np.int64(0))
-    ),
-    "enumeration": _begins_again(
-        _by(lambda m, _: _bound(m, m.kept.other()).value, kept=lambda: _Strength.WEAK)
-    ),
+    "number of NumPy": _by(lambda m, _: _bound(m, m.kept + 1), kept=lambda: np.int64(0)),
+    "enumeration": _by(lambda m, _: _bound(m, m.kept.other()).value, kept=lambda: _Strength.WEAK),
     "mode of a part": _by(_other_mode, part=nn.Identity, coupled="attribute 'part.training'"),
     "tuple": _by(lambda m, _: _bound(m, (m.kept[0] + 1, "calls"))[0], kept=lambda: (0, "calls")),
-    "refusing tuple": _begins_again(
-        _by(
-            lambda m, _: _bound(m, _Irrep((m.kept[0], m.kept[1] + 1)))[1],
-            kept=lambda: _Irrep((_Irrep((1, -1)), 0)),
-        )
+    "refusing tuple": _by(
+        lambda m, _: _bound(m, _Irrep((m.kept[0], m.kept[1] + 1)))[1],
+        kept=lambda: _Irrep((_Irrep((1, -1)), 0)),
     ),
-    "frozen object": _begins_again(
-        _by(lambda m, _: _bound(m, replace(m.kept, calls=m.kept.calls + 1)).calls, kept=_Frozen)
+    "frozen object": _by(
+        lambda m, _: _bound(m, replace(m.kept, calls=m.kept.calls + 1)).calls, kept=_Frozen
     ),
 }
 
@@ -267,13 +258,11 @@ IN_CONTAINERS_AND_OBJECTS: Final = {
     ),
     "object that begins with its class's number": _by(lambda m, _: _counted(m.kept), kept=_Weak),
     "object with slots": _by(_summed_in_slots, kept=_Slotted),
-    "object made anew": _begins_again(_by(_made_anew, kept=Calls)),
-    "object's class": _begins_again(_by(_other_class, kept=_Weak, coupled="classes")),
-    "object's enumeration": _begins_again(
-        _by(
-            lambda m, _: _bound(m.kept, m.kept.kept.other()).value,
-            kept=lambda: SimpleNamespace(kept=_Strength.WEAK),
-        )
+    "object made anew": _by(_made_anew, kept=Calls),
+    "object's class": _by(_other_class, kept=_Weak, coupled="classes"),
+    "object's enumeration": _by(
+        lambda m, _: _bound(m.kept, m.kept.kept.other()).value,
+        kept=lambda: SimpleNamespace(kept=_Strength.WEAK),
     ),
     "unregistered module": _by(lambda m, _: _counted(m.kept[0]), kept=_unregistered_module),
 }
@@ -524,21 +513,24 @@ IN_BUFFERS: Final = {
         table=lambda: zeros(6).copy_(torch.arange(6)).view(2, 3),
         calls=lambda: zeros(()),
         couples_samples=False,
+        checkpointed=True,
     ),
     "buffer that grows": _shifted(_growing, queue=lambda: zeros(1, 3)),
     "late buffers": _shifted(_late, sum=lambda: None),
     "buffer with NaN for nothing yet": _shifted(
-        _with_holes, known=lambda: zeros(4, 3) + torch.nan, place=lambda: zeros(()).long()
+        _with_holes,
+        known=lambda: zeros(4, 3) + torch.nan,
+        place=lambda: zeros(()).long(),
+        checkpointed=True,
     ),
-    "shared buffer": StatefulModel(_shared, "buffer", couples_samples=True),
-    "buffer by a view": StatefulModel(
-        _by_view, "attribute 'plain", checkpointed=False, couples_samples=True
-    ),
+    "shared buffer": StatefulModel(_shared, "buffer", couples_samples=True, checkpointed=True),
+    "buffer by a view": StatefulModel(_by_view, "attribute 'plain", couples_samples=True),
     "buffer told to require grad": _shifted(
         lambda m, _: 2 * m.zero.requires_grad_(),
         zero=lambda: zeros(()),
         coupled=None,
         couples_samples=False,
+        checkpointed=True,
     ),
     **{
         f"graph in a buffer that begins {name}": StatefulModel(
@@ -657,53 +649,22 @@ class _AtFirst(nn.Module):
         return self.linear(x).tanh()
 
 
-class _Scripted(nn.Module):
-    """Scales its gradient by the number of its calls, and binds a buffer and a list anew."""
-
-    mean: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = linear()
-        self.calls, self.sizes = 0, [1]
-        self.register_buffer("mean", zeros(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.sizes.append(x.shape[0])
-        z = self.linear(x) - self.mean
-        self.mean = 0.9 * self.mean + 0.1 * z.detach().mean(0)
-        return z.tanh() + (self.calls - 1) * (z - z.detach())
-
-
-def _scripted() -> Any:
-    return torch.jit.script(_Scripted())
-
-
 REGISTERED: Final = {
     "output of the shard before": StatefulModel(_Remembering),
-    "tensor halved and bound anew": StatefulModel(_Halving, checkpointed=False),
-    "view halved and bound anew": StatefulModel(
-        _HalvingAView, checkpointed=False, coupled="attribute '"
-    ),
+    "tensor halved and bound anew": StatefulModel(_Halving),
+    "view halved and bound anew": StatefulModel(_HalvingAView, coupled="attribute '"),
     "exchanged submodules": StatefulModel(_Submodules, "submodules"),
-    "submodules moved in a list": StatefulModel(_InList, "submodules", checkpointed=False),
+    "submodules moved in a list": StatefulModel(_InList, "submodules"),
     "exchanged parameters": StatefulModel(_Parameters, "submodules"),
     "parameters exchanged in a list": StatefulModel(_ParametersInList, "attribute 'pair"),
-    "submodule's class": StatefulModel(_Classes, "submodules", checkpointed=False),
-    "hooks that the first call registers": StatefulModel(
-        _Collecting, "attribute 'hooked'", checkpointed=False
-    ),
+    "submodule's class": StatefulModel(_Classes, "submodules"),
+    "hooks that the first call registers": StatefulModel(_Collecting, "attribute 'hooked'"),
     "hook that removes itself": StatefulModel(_AtFirst, "hooks"),
-    "TorchScript": StatefulModel(_scripted, "attribute", checkpointed=False),
-    "TorchScript within a module": StatefulModel(
-        lambda: nn.Sequential(_scripted()), "attribute '0", checkpointed=False
-    ),
 }
 STATEFUL: Final[dict[str, StatefulModel]] = {
     **IN_ATTRIBUTES,
     **IN_CONTAINERS_AND_OBJECTS,
-    **{name: _begins_again(model) for name, model in IN_ARRAYS_AND_GENERATORS.items()},
+    **IN_ARRAYS_AND_GENERATORS,
     **CACHING,
     **IN_BUFFERS,
     **REGISTERED,

@@ -35,9 +35,6 @@ class Checkpoint:
         }
         return cls(tensors, {section: part.facts for section, part in sections.items()})
 
-    def __contains__(self, section: str) -> bool:
-        return section in self.facts
-
     def section(self, name: str) -> Checkpoint:
         """Return one of the parts that `of_sections` joined."""
         prefix = f"{name}/"

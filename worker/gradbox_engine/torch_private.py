@@ -13,16 +13,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
-from torch.jit._script import OrderedDictWrapper
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
-    "GROUPED_PRODUCT",
     "SAVED_INPUTS",
     "BatchNorm",
-    "OrderedDictWrapper",
     "TorchDispatchMode",
     "base_of",
     "batched_gradients",
@@ -40,11 +37,8 @@ __all__ = [
     "num_holders",
     "of_a_transform",
     "parameters_of",
-    "replaces_saved_tensors",
     "same_memory",
     "saved_tensor_hooks",
-    "scripted_attributes",
-    "set_scripted_attributes",
     "set_versions",
     "sparse_parts",
     "switch_gradients",
@@ -121,28 +115,6 @@ def parameters_of(module: nn.Module) -> Mapping[str, Tensor | None]:
 # that another library derives from it would be refused over several devices.
 BatchNorm: Final = _BatchNorm
 
-# `OrderedDictWrapper` is the table of a TorchScript module's buffers; it and the two functions that
-# follow go with TorchScript, which is deprecated. Without them, what such a module's calls change
-# would not be put back: it would have to be refused.
-
-
-OF_TORCHSCRIPT: Final = frozenset({"training", "_is_full_backward_hook"})
-
-
-def scripted_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return what a TorchScript module binds names to, buffers too; nothing of any other one."""
-    if not isinstance(module, torch.jit.ScriptModule):
-        return {}
-    names = module._concrete_type.get_attributes().keys() - OF_TORCHSCRIPT
-    return {name: module._c.getattr(name) for name in sorted(names)}
-
-
-def set_scripted_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> None:
-    """Bind names of a TorchScript module to values."""
-    for name, value in attributes.items():
-        module._c.setattr(name, value)  # type: ignore[operator, union-attr]
-
-
 # Tensors.
 
 
@@ -198,9 +170,6 @@ def same_memory(tensor: Tensor) -> Tensor:
     found: Tensor = torch.ops.aten._unsafe_view(tensor, tensor.shape)
     return found
 
-
-# A product of each group's own matrix, as experts use it: an operation without a public name.
-GROUPED_PRODUCT: Final = torch._grouped_mm
 
 # `TorchDispatchMode`, `is_traceable_wrapper_subclass` and the `tree_…` functions stand in modules
 # with private names, and torch's own guides import them from there. Of trees, optree would do.
@@ -272,18 +241,11 @@ def function_mode_enabled() -> bool:
     return torch._C._is_torch_function_mode_enabled()
 
 
-def replaces_saved_tensors() -> bool:
-    """Return whether hooks on saved tensors are in force, as in a checkpointed block.
-
-    Without it, rows of checkpointed blocks would be made by a loop.
-    """
-    return saved_tensor_hooks() is not None
-
-
 def saved_tensor_hooks() -> object | None:
-    """Return the hooks on saved tensors that are in force.
+    """Return the hooks on saved tensors that are in force, as in a checkpointed block.
 
-    Without it, a model's own checkpoints around blocks that are recomputed would go wrong.
+    Without it, a model's own checkpoints around blocks that are recomputed would go wrong, and rows
+    of checkpointed blocks would be made by a loop.
     """
     hooks: object | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks

@@ -126,31 +126,6 @@ def test_value_and_tangent_take_one_kernel_each(name, kernel):
     assert kernels.counts[kernel] == 2
 
 
-def test_a_grouped_product_has_a_tangent():
-    rows, experts = numbers(6, 8).float(), numbers(2, 8, 4).sin().float()
-    ends = torch.tensor([2, 6], dtype=torch.int32)
-
-    def grouped(x: Tensor) -> Tensor:
-        return F.grouped_mm(x, experts, offs=ends)
-
-    def in_turn(x: Tensor) -> Tensor:
-        return torch.cat([x[:2] @ experts[0], x[2:] @ experts[1]])
-
-    with LeanRules():
-        torch.testing.assert_close(both(grouped, rows), both(in_turn, rows))
-        shifted, moved = both(lambda x: x.sum() + grouped(rows), rows)
-    torch.testing.assert_close(shifted, rows.sum() + in_turn(rows))
-    assert moved.unique().numel() == 1
-
-
-def test_distances_may_be_asked_for_by_name():
-    others = numbers(4, 3).sin()
-    with LeanRules():
-        found = both(lambda x: torch.cdist(x1=x, x2=others), numbers(2, 3))
-    expected = both(lambda x: (x[:, None] - others).square().sum(-1).sqrt(), numbers(2, 3))
-    torch.testing.assert_close(found, expected)
-
-
 def test_the_coarsest_dtype_that_carries_a_tangent_is_told():
     def with_a_rounded_constant(x: Tensor) -> Tensor:
         return x + SCALE.half()

@@ -1,4 +1,7 @@
-"""A sample that is NaN or infinite: so are its row and what is made of it, and no other row is."""
+"""A sample that is NaN or infinite: so are its row and what is made of it, and no other row is.
+
+Not so inside a model whose parameters take one backward pass a sample, each through all samples.
+"""
 
 from __future__ import annotations
 
@@ -138,6 +141,8 @@ def _naive(model: nn.Module, inputs: dict[str, Tensor], target: Tensor) -> Tenso
 @pytest.mark.parametrize("bad", [None, nan, 0.0], ids=["NaN in the model", "NaN loss", "-Inf loss"])
 @pytest.mark.parametrize("case", [*RULED, *LOOPED])
 def test_rows_are_those_of_a_loop_over_samples(case: Callable[[], Case], bad: float | None) -> None:
+    if bad is None and case in LOOPED:
+        pytest.skip("one pass of all samples adds 0 × NaN to the rows of each")
     model, inputs = _built(case)
     if bad is None:
         inputs = (_masked_whole if "padded" in inputs else _nan_input)(inputs)
@@ -165,7 +170,7 @@ def test_rows_are_those_of_a_loop_over_samples(case: Callable[[], Case], bad: fl
         assert not total.isfinite().all(), name
 
 
-@pytest.mark.parametrize("case", [*RULED, *LOOPED])
+@pytest.mark.parametrize("case", RULED)
 def test_jacobians_are_those_of_a_loop_over_samples(case: Callable[[], Case]) -> None:
     model, inputs = _built(case)
     inputs = (_masked_whole if "padded" in inputs else _nan_input)(inputs)

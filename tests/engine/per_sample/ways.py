@@ -739,12 +739,6 @@ ODD: dict[str, Callable[[], Way]] = {
         e=nn.Embedding(4, 3),
         a=nn.Linear(5, 2),
     ),
-    "a scripted part": lambda: written(
-        lambda m, x: m.a(x).tanh(),
-        normal((6, 5)),
-        a=torch.jit.script(nn.Sequential(nn.Linear(5, 3)).double()),
-        loops=None,
-    ),
     "a parameter without entries": lambda: written(
         lambda m, x: m.a(torch.cat([m.tokens.expand(len(x), -1, -1), x[:, None]], 1)).sum(1),
         normal((6, 5)),

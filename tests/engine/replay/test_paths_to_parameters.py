@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gradbox_engine import Group, ModelCallFailed, Objective, mixed_gradient, set_gradient
-from gradbox_engine.errors import CoupledSamples
+from gradbox_engine.errors import BadInputs, CoupledSamples
 from gradbox_engine.per_sample import jacobian
 from tests.device import DEVICE
 from tests.engine.per_sample.zoo import Written
@@ -119,10 +119,11 @@ def test_a_table_with_a_largest_norm_is_left_as_it_was(kind):
     assert torch.equal(model.e.weight, before)
 
 
-def test_the_flags_of_a_scripted_part_are_put_back():
-    scripted = torch.jit.script(nn.Sequential(nn.Linear(5, 3), nn.Dropout(0.5)).double()).train()
-    _found(Written(lambda m, x: m.a(x), a=scripted), mode="eval")
-    assert all(module.training for module in scripted.modules())
+@pytest.mark.parametrize("compute", [_found, lambda model: jacobian(model, _shards(3))])
+def test_a_scripted_part_is_refused(compute):
+    scripted = torch.jit.script(nn.Linear(5, 3).double())
+    with pytest.raises(BadInputs, match="module 'a': expected a module of Python code"):
+        compute(Written(lambda m, x: m.a(x), a=scripted))
 
 
 def test_the_default_dtype_is_put_back():

@@ -40,7 +40,7 @@ def _resumed(case: Case, ranges: Sequence[Sequence[int]]) -> dict[str, torch.Ten
         for shards in ranges:
             positions = [Position(0, shard) for shard in range(shards[-1] + 1)]
             _first_pass(ready, positions, done)
-        states = packed([done[0].before, *(r.after for r in done)], ready.buffers.beyond)
+        states = packed([done[0].before, *(r.after for r in done)])
     outputs = {record.position: record.outputs for record in done}
     whole, num_rows = concatenated(groups, outputs)
     loss = differentiate(
@@ -58,20 +58,19 @@ def _resumed(case: Case, ranges: Sequence[Sequence[int]]) -> dict[str, torch.Ten
         selection = select(fresh, case.wrt)
         sums = GradientSums(selection.parameters)
         with prepared(fresh, groups, selection, terms) as ready:
-            found = unpacked(states, ready.buffers.first, ready.buffers.beyond)
+            found = unpacked(states, ready.buffers.first)
             part = [
                 replace(done[i], before=found[i], after=found[i + 1], graph=None) for i in shards
             ]
             mine = {record.position: cotangents[record.position] for record in part}
             replay(ready, part, mine, sums, observer=Silent())
-        partial.append(sums.named())
-    return {name: sum(named[name] for named in partial) for name in partial[0]}
+        partial.append(sums.reached())
+    names = {name for named in partial for name in named}
+    return {name: sum(named[name] for named in partial if name in named) for name in names}
 
 
 @pytest.mark.parametrize("ranges", [[[0, 1, 2, 3]], [[0, 1], [2, 3]], [[0], [1, 2], [3]]])
-@pytest.mark.parametrize(
-    "name", ["mlp", "cnn in train", "average rebound", "spectral norm", "layer drop by random"]
-)
+@pytest.mark.parametrize("name", ["mlp", "cnn in train", "spectral norm", "layer drop by random"])
 def test_partial_gradients_of_any_ranges_add_up(name, ranges):
     assert difference(_resumed(CASES[name](), ranges), naive(CASES[name]()).grads) <= TOLERANCE
 

@@ -7,9 +7,7 @@ matrix product runs three times where two are needed (value and tangent), a prod
 computes the shape of its zero tangent in Python, and an evaluated batch norm, which only scales and
 shifts, takes five kernels for its tangent. What is left out is zero, so the results are the same.
 
-`torch.cdist` has no rule in torch, and no second derivative either. Here both of its arguments may
-move; the rule is that of Euclidean distances. Nor have grouped matrix products and `grid_sample` a
-rule, and that of group norm takes contiguous arguments alone.
+`grid_sample` has no rule in torch, and that of group norm takes contiguous arguments alone.
 
 Not reached: what a Python function of `torch.nn.functional` calls on its own account, as
 `multi_head_attention_forward` does, what is inside a `torch.func` transform, and scripted modules.
@@ -28,11 +26,9 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from gradbox_engine.torch_private import GROUPED_PRODUCT, inside_transform
+from gradbox_engine.torch_private import inside_transform
 
 Operation = Callable[..., Any]
-
-_DIFFERENCES_BYTES = 64 * 2**20
 
 
 def dual(primal: Tensor, tangent: Tensor) -> Tensor:
@@ -114,18 +110,6 @@ def _product(operation: Operation, a: Any = None, b: Any = None, **options: Any)
     return dual(operation(a, b), tangent)
 
 
-def _grouped_product(
-    a: Any, b: Any, offs: Any = None, bias: Any = None, **options: Any
-) -> Tensor | None:
-    """_grouped_mm, a product of each group's own: bilinear as well."""
-    (a, a_tangent), (b, b_tangent) = parts(a), parts(b)
-    if (a_tangent is None) == (b_tangent is None) or _moves(bias):
-        return None
-    product: Operation = partial(GROUPED_PRODUCT, offs=offs, **options)
-    tangent = product(a, b_tangent) if a_tangent is None else product(a_tangent, b)
-    return dual(product(a, b, bias=bias), tangent)
-
-
 def _quotient(operation: Operation, a: Any = None, b: Any = None, **options: Any) -> Tensor | None:
     """operation(a, b), linear in a: the tangent is operation(ȧ, b)."""
     return None if options else _linear(operation, a, b)
@@ -176,28 +160,6 @@ def _group_norm(input: Any, *rest: Any, **options: Any) -> Tensor | None:
     return F.group_norm(dual(primal.contiguous(), tangent.contiguous()), *rest, **options)
 
 
-def _distances(x1: Any, x2: Any, p: float = 2.0, *rest: Any, **options: Any) -> Tensor | None:
-    """cdist, ‖aᵢ − bⱼ‖: the tangent is ⟨aᵢ − bⱼ, ȧᵢ − ḃⱼ⟩ / ‖aᵢ − bⱼ‖, zero where that is zero."""
-    (a, a_tangent), (b, b_tangent) = parts(x1), parts(x2)
-    if p != 2 or a_tangent is b_tangent is None:
-        return None
-    value = torch.cdist(a, b, p, *rest, **options)
-    a_tangent = torch.zeros_like(a) if a_tangent is None else a_tangent
-    b_tangent = torch.zeros_like(b) if b_tangent is None else b_tangent
-    others, b_tangent = b.unsqueeze(-3), b_tangent.unsqueeze(-3)
-    step = max(1, _DIFFERENCES_BYTES * value.shape[-2] // max(1, value.nbytes * a.shape[-1]))
-    slopes = [  # from differences, for near points would lose their digits in products
-        torch.linalg.vecdot(
-            a[..., at : at + step, None, :] - others,
-            a_tangent[..., at : at + step, None, :] - b_tangent,
-        )
-        for at in range(0, a.shape[-2], step)
-    ]
-    apart = value > 0
-    tangent = torch.cat(slopes, -2) / value.where(apart, 1) if slopes else value
-    return dual(value, tangent.where(apart, 0))
-
-
 def _moves(*values: Any) -> bool:
     return any(parts(value)[1] is not None for value in values)
 
@@ -237,9 +199,7 @@ RULES: dict[Operation, Callable[..., Tensor | None]] = {
     **{product: partial(_product, product) for product in PRODUCTS},
     **{quotient: partial(_quotient, quotient) for quotient in QUOTIENTS},
     torch.addmm: _shifted_product,
-    GROUPED_PRODUCT: _grouped_product,
     F.grid_sample: partial(_linear, F.grid_sample),
     F.batch_norm: _batch_norm,
     F.group_norm: _group_norm,
-    torch.cdist: _distances,
 }

@@ -13,7 +13,7 @@ from gradbox_engine.mixed.inner import Inner
 from gradbox_engine.mixed.jacobian_products import ShardJacobians
 from gradbox_engine.model.kernels import differentiable_kernels
 from gradbox_engine.model.prepared import Prepared, prepared
-from gradbox_engine.model.wrt import Selection, refuse_uninitialised
+from gradbox_engine.model.wrt import Selection, refuse_unusable
 from gradbox_engine.replay.cotangents import trainable
 from gradbox_engine.requests import (
     CallKeywords,
@@ -53,7 +53,7 @@ def prepared_mixed(
 
     The arguments are those of `mixed_gradient`; `leaves` is y by name.
     """
-    refuse_uninitialised(model)
+    refuse_unusable(model)
     call_options = CallOptions(**options).without_penalties("mixed_gradient")
     with (
         prepared(model, [group], NOTHING, call_options) as ready,

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
@@ -52,10 +53,10 @@ def select(
         every_input: select all inputs where `wrt` names none.
 
     Raises:
-        BadInputs: a module has no parameters yet.
+        BadInputs: see `refuse_unusable`.
         UnknownParameter: a pattern other than `*` matches nothing.
     """
-    refuse_uninitialised(model)
+    refuse_unusable(model)
     first_names: dict[int, str] = {}
     by_name: dict[str, nn.Parameter] = {}
     firsts: dict[str, nn.Parameter] = {}
@@ -84,13 +85,18 @@ def select(
     return Selection(parameters, input_patterns)
 
 
-def refuse_uninitialised(model: nn.Module) -> None:
-    """Check that every module has its parameters.
+def refuse_unusable(model: nn.Module) -> None:
+    """Check that every module has its parameters, and its state in Python.
 
     Raises:
-        BadInputs: a lazy one was never called.
+        BadInputs: a lazy one was never called, or one is TorchScript's.
     """
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise BadInputs(
+                f"module {name!r}: expected a module of Python code, got one of TorchScript, whose "
+                f"state no job can put back; register the module that it was made of"
+            )
         if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
             raise BadInputs(
                 f"module {name!r}: expected parameters of known shapes, got "

@@ -21,7 +21,7 @@ from typing import Any, TypedDict, Unpack
 
 from torch import Tensor, nn
 
-from gradbox_engine.checkpoint import Checkpoint, Checkpoints, NoCheckpoints
+from gradbox_engine.checkpoint import Checkpoints
 from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.per_sample.job import BUDGET_BYTES, PerSampleJob
 from gradbox_engine.per_sample.pieces import Sink
@@ -175,7 +175,7 @@ def _run(
     **setting: Any,
 ) -> SampleResult:
     """Run a job, and before it one that keeps the factors of other shards, where there are some."""
-    observer, checkpoints = observer or Silent(), checkpoints or NoCheckpoints()
+    observer = observer or Silent()
     others = request.against if isinstance(request.against, OtherShards) else None
     groups = [Group(SOLE_GROUP, inputs, method, streams=streams)]
     if others is not None:
@@ -199,13 +199,12 @@ def _run(
             Request("none", "smaller"),
             loss_inputs={**loss_inputs, **others.loss_inputs},
             observer=_Both(observer, 0, sum(counts)),
-            checkpoints=_Section(checkpoints, "others", {}),
         )
-        rows = first.run()
+        rows = first.run()  # again after a crash, for a checkpoint has those of the second job
         second = of_own(
             replace(request, against=rows.factors),
             observer=_Both(observer, counts[0], sum(counts)),
-            checkpoints=_Section(checkpoints, "own", {"others": first.state}),
+            checkpoints=checkpoints,
         )
         found = second.run()
         observer.step("samples", sum(counts), sum(counts))
@@ -222,23 +221,3 @@ class _Both:
 
     def step(self, phase: Phase, done: int, total: int) -> None:
         self.observer.step(phase, self.before + done, self.total)
-
-
-@dataclass(frozen=True)
-class _Section:
-    """The checkpoints of one of two jobs, which has a section of those of both."""
-
-    checkpoints: Checkpoints
-    name: str
-    beside: Mapping[str, Callable[[], Checkpoint]]  # what the job before it has left, by name
-
-    def due(self) -> bool:
-        return self.checkpoints.due()
-
-    def write(self, checkpoint: Checkpoint) -> None:
-        beside = {name: state() for name, state in self.beside.items()}
-        self.checkpoints.write(Checkpoint.of_sections(**beside, **{self.name: checkpoint}))
-
-    def read(self) -> Checkpoint | None:
-        left = self.checkpoints.read()
-        return left.section(self.name) if left is not None and self.name in left else None

@@ -141,7 +141,7 @@ class RecordedGraph:
                 found.setdefault(key, []).append(term)
         self._pull_back(found)
         if looped:
-            for name, array in self.looped(outputs, range(self.samples), z=self.z).items():
+            for name, array in self.looped(outputs).items():
                 found[name] = [Block(name, tuple(array.shape[2:]), array)]
         merged = {n: self._merged(n, found.get(n, []), len(outputs)) for n in self._parameters}
         if self._on_several_devices:
@@ -233,22 +233,20 @@ class RecordedGraph:
         for name, term in pulled:
             found.setdefault(name, []).append(term)
 
-    def looped(self, outputs: range, samples: Sequence[int], *, z: Tensor) -> dict[str, Tensor]:
+    def looped(self, outputs: range) -> dict[str, Tensor]:
         """Return rows by one backward pass for each sample and output, for the plan's loops.
 
         A pass begins at z, with the sample's own slope alone: through the loss of all, another
         sample's slope that is not finite would come in as 0 × NaN.
-
-        Args:
-            z: the graph's own, or that of a call in which these samples are as in this one.
         """
         looped = {name: self._parameters[name] for name in self._plan.loops}
-        sizes = len(samples), len(outputs)
+        sizes = self.samples, len(outputs)
         arrays = {name: self._empty(p).new_zeros(*sizes, *p.shape) for name, p in looped.items()}
         slopes = [self._slopes(output) for output in outputs]
-        for row, sample in enumerate(samples):
+        for sample in range(self.samples):
             root = None if self._alone is None else self._alone(sample)
-            root, mine = (z, slice(sample, sample + 1)) if root is None else (root, slice(None))
+            mine = slice(None) if root is not None else slice(sample, sample + 1)
+            root = self.z if root is None else root
             leaves = asked_for(root, looped, self._parameters)
             for column, slope in enumerate(slopes):
                 if slope is None:
@@ -266,7 +264,7 @@ class RecordedGraph:
                 for name, array in arrays.items():
                     gradient = rows[name]
                     if gradient is not None:
-                        array[row, column] = dense(gradient)
+                        array[sample, column] = dense(gradient)
         return arrays
 
     def _slopes(self, output: int) -> Tensor | None:

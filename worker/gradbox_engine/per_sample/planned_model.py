@@ -130,22 +130,14 @@ class PlannedModel:
             alone = partial(self.called_alone, plan, position)
         return RecordedGraph(self.model, plan, position, head, alone=alone)
 
-    def called_alone(
-        self, plan: Plan, position: Position, sample: int, *, in_every_place: bool = False
-    ) -> Tensor | None:
-        """Return z of one sample of a shard; None where the model takes no sample alone.
-
-        Args:
-            in_every_place: whether the shard keeps its shape, with this sample in all places.
-        """
-        shard = self.model.shard(position)
-        alone = dict(shard)
+    def called_alone(self, plan: Plan, position: Position, sample: int) -> Tensor | None:
+        """Return z of one sample of a shard; None where the model takes no sample alone."""
+        alone = dict(self.model.shard(position))
         for name, dim in plan.axes.items():
-            value = shard[name].narrow(dim, sample, 1)
-            alone[name] = value.expand_as(shard[name]) if in_every_place else value
+            alone[name] = alone[name].narrow(dim, sample, 1)
         self.model.restore_buffers()
         try:
-            return self.model.call(position, self.model.copied(alone))
+            return self.model.call(position, self.model.feed.copied(alone))
         except (ModelCallFailed, BadOutput, NoBatchAxis):
             return None
 

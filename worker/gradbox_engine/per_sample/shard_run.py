@@ -65,7 +65,6 @@ from gradbox_engine.per_sample.planning.verify import (
     reference,
 )
 from gradbox_engine.per_sample.request import RowsCompared, most_compared
-from gradbox_factors import Block
 
 
 class Compared(Enum):
@@ -156,11 +155,11 @@ class ShardRun:
         )
         if not (all_rows or one_row or alone):
             slopes = self._slopes() if self._first else None
-            return self._graph_terms(outputs, keep_graph=not last, slopes=slopes)
+            return self.graph.terms(outputs, keep_graph=not last, slopes=slopes)
         slopes = self._slopes()
         row = draw_row(self.graph.z, slopes, outputs, seed=self._seed) if one_row or alone else None
         in_graph = all_rows or (row is not None and not alone)
-        terms = self._graph_terms(outputs, keep_graph=in_graph or not last, slopes=slopes)
+        terms = self.graph.terms(outputs, keep_graph=in_graph or not last, slopes=slopes)
         if all_rows:
             wrong = self._wrong(terms, slopes, outputs)
             if wrong and self._used.made_on != self._position:
@@ -227,7 +226,7 @@ class ShardRun:
         if self.plan.loop_where_vectorised(why):
             self.graph.free()
             self.graph = self._graph()
-        return self._graph_terms(outputs, keep_graph=True)
+        return self.graph.terms(outputs, keep_graph=True)
 
     def _row_holds(self, row: DrawnRow, terms: Terms, z: Tensor | None) -> bool:
         """Compare the drawn row with autograd's, from z of its sample alone or in the graph."""
@@ -282,30 +281,6 @@ class ShardRun:
                 f"itself; unchecked=('coupling',) takes the rows that the batch gives"
             )
         return None
-
-    def _graph_terms(
-        self, outputs: range, *, keep_graph: bool, slopes: Tensor | None = None
-    ) -> Terms:
-        """Return the terms of the shard's graph.
-
-        One backward pass a sample adds 0 × NaN where another sample is not finite in the model.
-        Rows that are not finite are taken again from a call with their own sample in every place.
-        """
-        terms = self.graph.terms(outputs, keep_graph=keep_graph, slopes=slopes)
-        arrays = {
-            name: term.array
-            for name, term in terms.items()
-            if name in self.plan.loops and isinstance(term, Block)
-        }
-        if not arrays or self.graph.samples == 1:
-            return terms
-        finite = [array.flatten(1).isfinite().all(1) for array in arrays.values()]
-        for sample in (~torch.stack(finite).all(0)).nonzero()[:, 0].tolist():
-            z = self._model.called_alone(self.plan, self._position, sample, in_every_place=True)
-            if z is not None and z.shape == self.graph.z.shape:
-                for name, row in self.graph.looped(outputs, [sample], z=z).items():
-                    arrays[name][sample] = row[0]
-        return terms
 
     def _terms_anew(self, outputs: range, *, last: bool) -> Terms:
         """Return the terms by a new plan, all compared."""

@@ -31,7 +31,12 @@ from gradbox_engine.errors import CoupledShards
 from gradbox_engine.model.prepared import Prepared
 from gradbox_engine.model.state.buffers import Buffers, Live, Slot, Snapshot
 from gradbox_engine.model.state.model_state import AS_REGISTERED
-from gradbox_engine.model.tensor_equality import form, same_values
+from gradbox_engine.model.tensor_equality import (
+    equal_numbers,
+    form,
+    is_plain,
+    same_values,
+)
 from gradbox_engine.ranges.protocol import NormStatistics, NormUpdate, RangeOutputs
 from gradbox_engine.replay.shard_record import ShardRecord
 from gradbox_engine.torch_private import BatchNorm
@@ -213,11 +218,9 @@ def _same(was: bool, a: Tensor | None, is_now: bool, b: Tensor | None) -> bool:
     """Return whether a buffer is what it was; NaN is NaN."""
     if was != is_now or a is None or b is None:
         return was == is_now and a is b
-    if a is b or same_values(a, b):
-        return True
-    if form(a) != form(b) or not a.is_floating_point() or a.layout is not torch.strided:
-        return False
-    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+    if is_plain(a) and is_plain(b):
+        return form(a) == form(b) and equal_numbers(a, b)
+    return same_values(a, b)
 
 
 def _join(module: str, buffer: str) -> str:

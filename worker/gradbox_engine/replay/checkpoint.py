@@ -7,9 +7,10 @@
 The cotangents are not in it, for they are a function of Z. Kept graphs are lost: their shards are
 replayed, with the same bits on a CPU, so the result is that of an undisturbed job to the last bit.
 
-What a model keeps elsewhere than in Sᵢ, as in an object, is lost with the process. So one that
-goes on in the first pass begins with the last shard that was done: it has to give its z again. And
-where shards left tensors in attributes, it begins with the first shard, which leaves the like.
+Of Sᵢ it has the numbers of the registered buffers: none is written of a job whose shards changed
+anything else, an attribute, say, or a buffer that is bound anew. What a model keeps beyond Sᵢ is
+lost with the process. So a job that goes on in the first pass begins with the last shard that was
+done: it has to give its z again.
 """
 
 from __future__ import annotations
@@ -26,8 +27,6 @@ from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.model.comparison import ReplayComparison
 from gradbox_engine.model.prepared import Prepared
 from gradbox_engine.model.state.buffers import Buffers, packed, unpacked
-from gradbox_engine.model.state.model_state import AS_REGISTERED, ModelState
-from gradbox_engine.model.state.stated import can_be_stated
 from gradbox_engine.replay.shard_record import ShardRecord
 
 
@@ -79,10 +78,7 @@ class Resumed:
 
 
 class JobCheckpoint:
-    """Writes a job's state where its checkpoints are kept, when they are due, and reads it.
-
-    None is written of a job whose model changed a plain attribute that cannot be written.
-    """
+    """Writes a job's state where its checkpoints are kept, when they are due, and reads it."""
 
     def __init__(
         self,
@@ -105,9 +101,7 @@ class JobCheckpoint:
     def after_first_call(self, records: Sequence[ShardRecord]) -> None:
         """Write the state after a shard of the first pass, if it is time."""
         if self._due(records):
-            self._kept.write(
-                Checkpoint.of_sections(**_packed_records(records, self._ready.buffers.beyond))
-            )
+            self._kept.write(Checkpoint.of_sections(**_packed_records(records)))
 
     def after_second_call(
         self, records: Sequence[ShardRecord], second: SecondPass, comparison: ReplayComparison
@@ -120,7 +114,7 @@ class JobCheckpoint:
         """
         if self._due(records):
             second.difference = comparison.finish()
-            sections = _packed_records(records, self._ready.buffers.beyond)
+            sections = _packed_records(records)
             sections |= {"sums": self._sums.state(), "second": second.state()}
             self._kept.write(Checkpoint.of_sections(**sections))
 
@@ -135,21 +129,14 @@ class JobCheckpoint:
             return Resumed([])
         written = written.to(self._ready.device)
         records = _unpacked_records(written, self._ready.buffers)
-        if (records[0].after.beyond or AS_REGISTERED).lacks:
-            self._check_repeats(records[0])
-        if "second" not in written:
+        if "second" not in written.facts:
             self._check_repeats(records[-1])
             return Resumed(records)
         self._sums.resume(written.section("sums"))
         return Resumed(records, written.section("second"))
 
     def _due(self, records: Sequence[ShardRecord]) -> bool:
-        beyond = self._ready.buffers.beyond
-        return (
-            self._kept.due()
-            and not (beyond.in_order or beyond.lacks_counts)
-            and all(can_be_stated(beyond, r.after.beyond or AS_REGISTERED) for r in records)
-        )
+        return self._kept.due() and not any(record.after.beyond for record in records)
 
     def _check_repeats(self, record: ShardRecord) -> None:
         """Put a shard through the model once more and compare what its record has of z."""
@@ -163,7 +150,7 @@ class JobCheckpoint:
         comparison.finish()
 
 
-def _packed_records(records: Sequence[ShardRecord], beyond: ModelState) -> dict[str, Checkpoint]:
+def _packed_records(records: Sequence[ShardRecord]) -> dict[str, Checkpoint]:
     tensors: dict[str, Tensor] = {}
     for index, record in enumerate(records):
         for name, z in record.outputs.items():
@@ -172,12 +159,12 @@ def _packed_records(records: Sequence[ShardRecord], beyond: ModelState) -> dict[
             tensors[f"penalties/{index}/{number}"] = value
     facts = {"shards": [[*record.position, len(record.penalties)] for record in records]}
     states = [records[0].before, *(record.after for record in records)]
-    return {"records": Checkpoint(tensors, facts), "buffers": packed(states, beyond)}
+    return {"records": Checkpoint(tensors, facts), "buffers": packed(states)}
 
 
 def _unpacked_records(written: Checkpoint, buffers: Buffers) -> list[ShardRecord]:
     of_records = written.section("records")
-    states = unpacked(written.section("buffers"), buffers.first, buffers.beyond)
+    states = unpacked(written.section("buffers"), buffers.first)
     outputs: dict[int, dict[str, Tensor]] = {}
     for key, tensor in of_records.tensors.items():
         kind, index, name = key.split("/", 2)

@@ -93,25 +93,11 @@ class GradientSums:
         flags = [gradient.isfinite().all() for gradient in self._sums.values()]
         return not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())
 
-    def named(self) -> dict[str, Tensor]:
-        """Return all sums in the parameters' order; zeros where no gradient came."""
-        reached = self.reached()
-        return {
-            name: reached[name]
-            if name in reached
-            else torch.zeros_like(parameter, dtype=accumulation_dtype(parameter.dtype))
-            for name, parameter in self.parameters.items()
-        }
-
     def reached(self) -> dict[str, Tensor]:
         """Return the sums of the parameters that a backward pass has reached, in their order."""
         return {
             name: self._sums[name].resolve_conj() for name in self.parameters if name in self._sums
         }
-
-    def unreached(self) -> tuple[str, ...]:
-        """Return the parameters that no backward pass has reached."""
-        return tuple(name for name in self.parameters if name not in self._sums)
 
     def _add(self, name: str, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None

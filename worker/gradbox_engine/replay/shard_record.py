@@ -14,6 +14,7 @@ from gradbox_engine.model.calling.calls import ShardGraph
 from gradbox_engine.model.calling.outputs import Outputs
 from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.model.state.buffers import Snapshot
+from gradbox_engine.model.state.model_state import AS_REGISTERED
 
 T = TypeVar("T")
 
@@ -47,7 +48,10 @@ def any_changed_state(records: Iterable[ShardRecord]) -> bool:
 
     The last shard may leave what the first one found: a flag that every second call sets.
     """
-    return any(not record.after.equals(record.before) for record in records)
+    return any(
+        (record.after.beyond or AS_REGISTERED).kept or not record.after.same_buffers(record.before)
+        for record in records
+    )
 
 
 def retried_in_less_memory(

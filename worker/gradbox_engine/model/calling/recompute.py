@@ -46,8 +46,7 @@ from gradbox_engine.torch_private import (
     version_of,
 )
 
-# Or, of TorchScript, by other means than `forward`.
-NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, torch.jit.ScriptModule)
+NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
 
 LEFT_WHOLE = 0.4
 """The part of each list, its end, that "blocks" does not cut: the backward pass comes there first,

@@ -75,13 +75,11 @@ class ShardFeed:
             self._next = None
         else:
             arguments = self._load(position)
-        if self._copies is not None:
-            current = torch.cuda.current_stream(self._device)
-            current.wait_stream(self._copies)
-            for value in tree_leaves(arguments):
-                if isinstance(value, Tensor):
-                    value.record_stream(current)
-        return arguments
+        return self._arrived(arguments)
+
+    def copied(self, part: Shard) -> dict[str, Any]:
+        """Return copies of a shard, or of some of its samples, as `take` does."""
+        return self._arrived(self._moved(part))
 
     def prefetch(self, position: Position | None) -> None:
         """Begin to bring a shard to the device, where that can go on beside other work."""
@@ -96,10 +94,23 @@ class ShardFeed:
     def _load(self, position: Position) -> dict[str, Any]:
         shard = self._groups[position.group].shards[position.shard]
         self._check_names(position, shard)
+        return self._moved(shard)
+
+    def _moved(self, shard: Shard) -> dict[str, Any]:
         return {
             name: self._move(value) if isinstance(value, Tensor) else tree_map(self._move, value)
             for name, value in shard.items()
         }
+
+    def _arrived(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return arguments that the kernels of the current stream wait for."""
+        if self._copies is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_stream(self._copies)
+            for value in tree_leaves(arguments):
+                if isinstance(value, Tensor):
+                    value.record_stream(current)
+        return arguments
 
     def _move(self, value: Any) -> Any:
         if not isinstance(value, Tensor):

@@ -15,8 +15,8 @@ state in one, and sets it anew at the beginning of each call. The graph is cut, 
 requires grad is subtracted in its place: a gradient that reaches the zero would have passed from
 one shard to the one before, and is refused.
 
-A checkpoint has of each state what differs from the one before, and nothing of the first, which is
-the model's.
+A checkpoint has of each state the numbers that differ from those of the one before, and nothing of
+the first, which is the model's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from gradbox_engine.checkpoint import Checkpoint
 from gradbox_engine.errors import GraphInBuffer
 from gradbox_engine.model.state.buffer_numbers import BufferNumbers, RegisteredBuffers
 from gradbox_engine.model.state.model_state import AS_REGISTERED, ModelState, State
-from gradbox_engine.model.state.stated import from_stated, stated
 from gradbox_engine.model.tensor_equality import same_values, storages_of
 from gradbox_engine.torch_private import buffers_of
 
@@ -88,10 +87,8 @@ class Snapshot:
         }
         return Snapshot(self.registered, BufferNumbers(apart, versions={}), None)
 
-    def equals(self, other: Snapshot) -> bool:
-        """Return whether values are equal, NaN not, and what else is kept; waits for the device."""
-        if not (self.beyond or AS_REGISTERED).equals(other.beyond or AS_REGISTERED):
-            return False
+    def same_buffers(self, other: Snapshot) -> bool:
+        """Return whether the values of all buffers are equal, NaN not; waits for the device."""
         own, others = self.values, other.values
         return own.keys() == others.keys() and all(
             a is b or (a is not None and b is not None and same_values(a, b))
@@ -214,37 +211,28 @@ class Buffers:
         }
 
 
-def packed(states: Sequence[Snapshot], model: ModelState) -> Checkpoint:
-    """Return what makes S₁ … Sₙ of S₀, all of which has to be such as can be stated."""
+def packed(states: Sequence[Snapshot]) -> Checkpoint:
+    """Return what makes S₁ … Sₙ of S₀, of states that differ in the numbers of buffers alone."""
     tensors: dict[str, Tensor] = {}
-    facts = []
     earlier = states[0].numbers.values
     for index, snapshot in enumerate(states[1:]):
-        numbers, beyond = snapshot.numbers.values, snapshot.beyond or AS_REGISTERED
+        numbers = snapshot.numbers.values
         tensors |= {f"{index}/{i}": new for i, new in numbers.items() if new is not earlier[i]}
-        tensors |= {f"{index}/copy {number}": c for number, c in enumerate(beyond.copies)}
-        carrying = sorted(map(list, snapshot.carrying))
-        facts.append([stated(model, beyond), len(beyond.copies), carrying])
         earlier = numbers
-    return Checkpoint(tensors, {"states": facts})
+    return Checkpoint(tensors, {"states": len(states) - 1})
 
 
-def unpacked(checkpoint: Checkpoint, first: Snapshot, model: ModelState) -> list[Snapshot]:
+def unpacked(checkpoint: Checkpoint, first: Snapshot) -> list[Snapshot]:
     """Return S₀ … Sₙ, S₀ being `first`."""
     states, numbers = [first], first.numbers.values
-    changed: dict[int, dict[str, Tensor]] = {}
+    changed: dict[int, dict[int, Tensor]] = {}
     for key, value in checkpoint.tensors.items():
-        place, _, name = key.partition("/")
-        changed.setdefault(int(place), {})[name] = value
-    for index, (told, num_copies, carrying) in enumerate(checkpoint.facts["states"]):
-        named = changed.get(index, {})
-        copies = [named.pop(f"copy {number}") for number in range(num_copies)]
-        numbers = numbers | {int(i): value for i, value in named.items()}
-        beyond = from_stated(model, told, copies)
-        slots = frozenset((module, name) for module, name in carrying)
-        states.append(
-            Snapshot(first.registered, BufferNumbers(numbers, versions={}), beyond, slots)
-        )
+        state, _, buffer = key.partition("/")
+        changed.setdefault(int(state), {})[int(buffer)] = value
+    for index in range(checkpoint.facts["states"]):
+        numbers = numbers | changed.get(index, {})
+        kept = BufferNumbers(numbers, versions={})
+        states.append(Snapshot(first.registered, kept, AS_REGISTERED))
     return states
 
 

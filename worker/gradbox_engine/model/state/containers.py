@@ -17,15 +17,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from gradbox_engine.torch_private import OrderedDictWrapper
-
 try:
     import numpy
 except ImportError:
     numpy = None  # type: ignore[assignment]
 
 CONTAINERS = (dict, list, set, deque)
-MAPPINGS = (dict, OrderedDictWrapper)  # that has the buffers of a TorchScript module
 # Equal ones of these are the same, and nothing in them can change.
 VALUES: Final[tuple[type, ...]] = (
     *(bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum),
@@ -38,7 +35,7 @@ LIBRARIES: Final = frozenset(sys.stdlib_module_names) | {"torch", "numpy"}
 
 def entries_of(container: Any) -> list[Any]:
     """Return the entries of a container or a tuple in order; of a mapping its values."""
-    if isinstance(container, MAPPINGS):
+    if isinstance(container, dict):
         return list(container.values())
     if isinstance(container, tuple):
         return list(tuple.__iter__(container))  # a derived one may refuse `iter`, and `len`
@@ -47,7 +44,7 @@ def entries_of(container: Any) -> list[Any]:
 
 def keys_of(container: Any) -> list[Any]:
     """Return a mapping's keys; other containers have none."""
-    return list(container.keys()) if isinstance(container, MAPPINGS) else []
+    return list(container) if isinstance(container, dict) else []
 
 
 def num_entries(container: Any) -> int:
@@ -57,10 +54,6 @@ def num_entries(container: Any) -> int:
 
 def fill(container: Any, keys: list[Any], values: list[Any]) -> None:
     """Give a container these entries and no others; keys are a mapping's."""
-    if isinstance(container, OrderedDictWrapper):
-        for key, value in zip(keys, values, strict=True):  # none comes or goes
-            container[key] = value
-        return
     container.clear()
     if isinstance(container, dict):
         for key, value in zip(keys, values, strict=True):

@@ -39,14 +39,12 @@ from torch import Tensor, nn
 from gradbox_engine.model.shared_memory import copies
 from gradbox_engine.model.state.containers import (
     CONTAINERS,
-    MAPPINGS,
     VALUES,
     num_entries,
     parts_of,
     path_to,
 )
 from gradbox_engine.model.state.mutables import (
-    LEFT_OUT,
     Entries,
     LeftOut,
     Mutable,
@@ -56,8 +54,6 @@ from gradbox_engine.model.state.mutables import (
     is_rebuildable,
     is_small,
     mutable,
-    same,
-    scripted,
     tensors_in,
 )
 from gradbox_engine.model.state.outlines import Outline
@@ -66,7 +62,6 @@ from gradbox_engine.torch_private import buffers_of, parameters_of
 
 OF_TORCH: Final = frozenset(vars(nn.Module())) - {"training"} | {"__class__"}
 TABLES: Final = frozenset(n for n, v in vars(nn.Module()).items() if isinstance(v, CONTAINERS))
-TABLE_KINDS: Final = (*CONTAINERS, *MAPPINGS)
 # Of most attributes: nothing is inside these.
 ATOMS: Final = frozenset({*VALUES, torch.Size, slice, type, type(len), FunctionType})
 CONSTANT: Final = (*VALUES, FunctionType, BuiltinFunctionType, type, nn.Parameter)
@@ -89,20 +84,12 @@ class State:
     """The ids of `changed` without that in which all that differs was left out."""
     names: tuple[str, ...] = ()
     """The paths of attributes that differ, themselves or inside."""
-    lacks: bool = False
-    """Whether something was left out, which stays as it is."""
     copies: tuple[Tensor, ...] = ()
     """Those of tensors that came since, which stand for them in here. The model gets others, so
     that what a graph saved and what a state holds are never written to."""
 
     def __bool__(self) -> bool:
         return bool(self.changed)
-
-    def equals(self, other: State) -> bool:
-        """Return whether equal entries were kept; arrays, tensors and generators never are."""
-        return self.kept == other.kept and all(
-            _equal(self.changed[key], other.changed[key]) for key in self.kept
-        )
 
 
 AS_REGISTERED: Final = State()
@@ -140,12 +127,6 @@ class ModelState:
         self._owners = [entries.owner for entries in self._in_dicts]
         self._keys, self._values = self._live()
 
-    @cached_property
-    def entries(self) -> list[Entries]:
-        """Of all modules, objects and containers, as registered, in one order for each model."""
-        mutables = (*self._registered.values(), *self._empty_tables.values())
-        return [inside for inside in mutables if isinstance(inside, Entries)]
-
     def state(self) -> State:
         """Return what differs after a shard, and bind tensors that came since to copies."""
         changed = {id(inside.owner): inside.again() for inside in self._changed()}
@@ -169,7 +150,12 @@ class ModelState:
             others = _copies(copied.values())
             for entries in holders:
                 entries.restore(others)
-        return self._state(changed, came, lacks=bool(left), copied=copied.values())
+        differing = {key: m.differing(self._registered.get(key)) for key, m in changed.items()}
+        kept = frozenset(key for key, names in differing.items() if names)
+        names = sorted(chain.from_iterable(differing.values()))
+        attributes = tuple(name for name in names if name.rpartition(".")[2] not in OF_TORCH)
+        kept -= self._tables_of_buffers
+        return State(changed, came, kept, attributes, tuple(copied.values()))
 
     def _new_tensors(self, holders: Iterable[Entries]) -> list[Tensor]:
         """Return those that came since; not views of registered ones, by which a model may write
@@ -189,27 +175,6 @@ class ModelState:
         )
         registered = storages_of(chain(self._model.parameters(), buffers, others))
         return [tensor for tensor in new if not storages_of([tensor]).keys() & registered.keys()]
-
-    def state_of(
-        self, changed: Mapping[int, Mutable], copied: Iterable[Tensor], *, lacks: bool
-    ) -> State:
-        """Return the state in which these hold something else, and lacks what it did before."""
-        return self._state(changed, self._came_since(changed.values()), lacks=lacks, copied=copied)
-
-    def _state(
-        self,
-        changed: Mapping[int, Mutable],
-        came: Mapping[int, Mutable],
-        *,
-        lacks: bool,
-        copied: Iterable[Tensor],
-    ) -> State:
-        differing = {key: m.differing(self._registered.get(key)) for key, m in changed.items()}
-        kept = frozenset(key for key, names in differing.items() if names)
-        kept -= self._tables_of_buffers
-        names = sorted(chain.from_iterable(differing.values()))
-        attributes = tuple(name for name in names if name.rpartition(".")[2] not in OF_TORCH)
-        return State(changed, came, kept, attributes, lacks, tuple(copied))
 
     def restore(self, state: State) -> None:
         """Put back what was there when a `state` was taken; its tensors that came as copies."""
@@ -255,11 +220,8 @@ class ModelState:
         for path, module in self.modules:
             attributes = vars(module)
             self._registered[id(module)] = Entries(path, module, attributes)
-            if isinstance(module, torch.jit.ScriptModule):
-                inside = scripted(path, module)
-                self._registered[id(inside)] = inside
             for name, value in attributes.items():
-                if name in TABLES and isinstance(value, TABLE_KINDS):
+                if name in TABLES and isinstance(value, CONTAINERS):
                     if value:
                         self._registered[id(value)] = Entries(
                             path_to(name, path, module), value, value
@@ -386,15 +348,3 @@ def _copies(tensors: Collection[Tensor]) -> dict[int, Tensor]:
 
 def _in_dict(inside: Mutable) -> bool:
     return isinstance(inside, Entries) and isinstance(inside.container, dict)
-
-
-def _equal(a: Mutable, b: Mutable) -> bool:
-    """Return whether two states of one owner have equal entries, without what was left out."""
-    if not (isinstance(a, Entries) and isinstance(b, Entries)):
-        return False
-    kept, others = ([(n, v) for n, v in e.parts() if v is not LEFT_OUT] for e in (a, b))
-    return (
-        a.kind is b.kind
-        and len(kept) == len(others)
-        and all(m == n and same(v, w) for (m, v), (n, w) in zip(kept, others, strict=True))
-    )

@@ -1,7 +1,7 @@
 """What can change inside without being bound anew, and what was in it at one moment.
 
 Entries of a container, attributes and class of an object, the numbers of a NumPy array or of a
-tensor that is registered nowhere, a random generator, the attributes of a TorchScript module.
+tensor that is registered nowhere, a random generator.
 """
 
 from __future__ import annotations
@@ -28,12 +28,7 @@ from gradbox_engine.model.state.containers import (
 )
 from gradbox_engine.model.state.outlines import Outline, beyond_kinds, outline
 from gradbox_engine.model.tensor_equality import equal_numbers, form, is_plain, writable
-from gradbox_engine.torch_private import (
-    scripted_attributes,
-    set_scripted_attributes,
-    set_versions,
-    version_of,
-)
+from gradbox_engine.torch_private import set_versions, version_of
 
 try:
     import numpy.random  # which NumPy imports on first use
@@ -347,28 +342,6 @@ class Numbers(Whole):
             self.owner.data.copy_(self._value)
             self.owner.requires_grad_(self._requires_grad)
         set_versions([self.owner], [self._version])
-
-
-def scripted(path: str, module: torch.jit.ScriptModule) -> Mutable:
-    """Return the numbers and words of a TorchScript module, which lie in C++ and not in `vars`.
-
-    It hands out copies of its lists and dicts. Its tensors are buffers, or put back after the job.
-    """
-
-    def read() -> dict[str, Any]:
-        return {
-            name: value
-            for name, value in scripted_attributes(module).items()
-            if not _holds_tensors(value)
-        }
-
-    return Whole(path, module, read, partial(set_scripted_attributes, module))
-
-
-def _holds_tensors(value: Any) -> bool:
-    if isinstance(value, (*CONTAINERS, tuple)):
-        return any(map(_holds_tensors, entries_of(value)))
-    return isinstance(value, Tensor)
 
 
 def exchanged(value: Any, others: Mapping[int, Tensor]) -> Any:

@@ -25,8 +25,6 @@ from gradbox_engine.torch_private import (
     hooks_after_accumulation,
     hooks_on_gradient,
     parameters_of,
-    scripted_attributes,
-    set_scripted_attributes,
 )
 
 
@@ -47,8 +45,6 @@ def restored(model: nn.Module) -> Iterator[RegisteredState]:
     """
     registered = ModelState(model)
     modules = [module for _, module in registered.modules]
-    scripted = [(module, scripted_attributes(module)) for module in modules]
-    modes = [module.training for module in modules]
     parameters, buffers = (_tensors(map(table, modules)) for table in (parameters_of, buffers_of))
     renormed_tables = renormed(modules)
     states = [_TensorState(p, with_value=id(p) in renormed_tables) for p in parameters]
@@ -74,11 +70,6 @@ def restored(model: nn.Module) -> Iterator[RegisteredState]:
             if not failed:
                 raise
         registered.restore(AS_REGISTERED)
-        for module, attributes in scripted:
-            set_scripted_attributes(module, attributes)
-        for module, training in zip(modules, modes, strict=True):
-            if module.training != training:  # a scripted module has it elsewhere
-                module.training = training
 
 
 def _tensors(tables: Iterable[Mapping[str, Tensor | None]]) -> list[Tensor]:

@@ -20,10 +20,9 @@ from gradbox_engine.model.kernels import checkpoints_inlined, compiled_code_run_
 from gradbox_engine.model.precision import AUTOCAST, accumulation_dtype
 from gradbox_engine.model.prepared import Prepared, prepared
 from gradbox_engine.model.tensor_equality import strided_parts
-from gradbox_engine.model.weights import wide_dtype
 from gradbox_engine.model.wrt import INPUTS, select
 from gradbox_engine.requests import CallKeywords, CallOptions, Group, Shard
-from gradbox_engine.torch_private import hooks_on_gradient, is_traceable_wrapper_subclass, tree_map
+from gradbox_engine.torch_private import hooks_on_gradient, is_traceable_wrapper_subclass
 
 Shapes = tuple[tuple[str, Any, Any], ...]
 """What a plan depends on of a shard: the shape and dtype of each tensor, and all other values."""
@@ -57,9 +56,6 @@ def callable_model(
     _refuse_other_parameters(selection.parameters)
     call_options = CallOptions(**options)
     with prepared(model, groups, selection, call_options) as ready, compiled_code_run_eagerly():
-        for _, module in ready.buffers.beyond.modules:
-            if isinstance(module, nn.EmbeddingBag):
-                module.sparse = False  # which neither vmap nor a batched backward pass knows
         yield CallableModel(ready, dict(selection.parameters), frozenset(unchecked))
 
 
@@ -87,17 +83,6 @@ class CallableModel:
     def form(self, position: Position) -> Shard:
         """Return a shard of which nothing but shapes and dtypes is looked at."""
         return form_of(self._groups[position.group].shards, position.shard)
-
-    def copied(self, part: Shard) -> dict[str, Any]:
-        """Return copies of some samples of a shard, on the device and in the job's precision."""
-
-        def copy(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            dtype = wide_dtype(value.dtype) if self.options.widened else value.dtype
-            return value.detach().to(self.device, dtype, copy=True)
-
-        return {name: tree_map(copy, value) for name, value in part.items()}
 
     def begin(self, position: Position) -> None:
         """Begin a shard's random stream, as its call does."""

@@ -281,7 +281,7 @@ def _probe(
     before = generator_fingerprint()
     try:
         with custom_functions_shown():
-            z = model.call(position, model.copied(shard), observed=log)
+            z = model.call(position, model.feed.copied(shard), observed=log)
     finally:
         log.remove_hooks()
     draws = generator_fingerprint() != before

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from gradbox_engine.model.kernels import replaced
 from gradbox_engine.per_sample.recording.decompositions import decomposed
-from gradbox_engine.torch_private import function_mode_enabled, replaces_saved_tensors
+from gradbox_engine.torch_private import function_mode_enabled, saved_tensor_hooks
 from gradbox_factors import Term
 
 Key = str | tuple[int, int]
@@ -93,7 +93,7 @@ def inside_checkpoint() -> bool:
 
     What runs there runs again in the backward pass, outside this mode, so it must not be rewritten.
     """
-    return replaces_saved_tensors()
+    return saved_tensor_hooks() is not None
 
 
 def tensors_of(tree: Any) -> list[Tensor]:

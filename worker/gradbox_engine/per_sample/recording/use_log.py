@@ -83,8 +83,6 @@ class UseLog(FunctionCalls):
         # Entered again for each decomposed function.
         if self._model is not None and not self._hooks:
             for name, module in self._model.named_modules():
-                if isinstance(module, torch.jit.ScriptModule):
-                    continue  # has no such hooks
                 self._hooks.append(module.register_forward_pre_hook(self._entering(name)))
                 self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
         super().__enter__()  # type: ignore[no-untyped-call]

@@ -29,7 +29,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from gradbox_engine.errors import BadInputs, BadReduction, DeviceLost
+from gradbox_engine.errors import BadInputs, DeviceLost
+from gradbox_engine.per_sample.job import check_cotangents
 from gradbox_engine.per_sample.planned_model import Plans
 from gradbox_engine.per_sample.planning.model import Shapes
 from gradbox_engine.per_sample.reductions import check_names
@@ -148,12 +149,14 @@ class _SplitSamples:
         request, num_samples = self._request, sum(self._samples)
         own_gram = request.reduce in GRAMS and self._against is None
         pulled_back = request.reduce == "vjp"
+        if pulled_back:
+            check_cotangents(request.vectors, num_samples)
         basis = SampleTask(
             reduce="none" if own_gram else request.reduce,
             form="factored" if own_gram else request.form,
             first_sample=0,
             num_samples=num_samples,
-            vectors=self._vectors(),
+            vectors=request.vectors,
             plans=self._plans,
             against=None if pulled_back else self._against,
             keep_rows=own_gram,
@@ -207,17 +210,6 @@ class _SplitSamples:
     ) -> list[T]:
         take, lost = self._devices.take, self._lost
         return run_together([on_some_device(p, take, call, lost) for p in parts], tick=tick)
-
-    def _vectors(self) -> Any:
-        vectors, num_samples = self._request.vectors, sum(self._samples)
-        if self._request.reduce == "vjp" and (
-            not isinstance(vectors, Tensor) or vectors.shape[:1] != (num_samples,)
-        ):
-            got = tuple(vectors.shape) if isinstance(vectors, Tensor) else type(vectors).__name__
-            raise BadReduction(
-                f"vectors: expected a tensor shaped like z, ({num_samples}, ...), got {got}"
-            )
-        return vectors
 
     def _runs(self, results: Sequence[SampleResult]) -> tuple[SampleRun, ...]:
         return tuple(
