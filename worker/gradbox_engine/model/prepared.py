@@ -17,6 +17,7 @@ from gradbox_engine.model.calling.shard_rng import generators_restored
 from gradbox_engine.model.kernels import checkpoints_reached, repeatable_kernels
 from gradbox_engine.model.precision import arithmetic, passes_float16
 from gradbox_engine.model.state.buffers import Buffers
+from gradbox_engine.model.state.model_state import ModelState
 from gradbox_engine.model.state.restore import RegisteredState, restored
 from gradbox_engine.model.state.written_parameters import Changes, unwritten_parameters
 from gradbox_engine.model.tensor_equality import storages_of
@@ -61,7 +62,7 @@ def configured(
 ) -> Iterator[tuple[RegisteredState, Changes]]:
     """Set the model's mode, numbers and `requires_grad`, and put all of it back on the way out.
 
-    Gives what the model had, and what its forward passes change for good.
+    Gives what the model has, and what its forward passes change for good.
 
     Args:
         parameters: those that are differentiated; no other requires grad.
@@ -90,6 +91,7 @@ def configured(
         training = options.mode == "train"
         if any(module.training != training for module in registered.modules):
             model.train(training)
+            registered = registered._replace(state=ModelState(model))
         for parameter in registered.parameters:
             parameter.requires_grad_(id(parameter) in differentiated)
             parameter.grad = None

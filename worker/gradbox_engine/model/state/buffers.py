@@ -100,15 +100,12 @@ class Buffers:
     """The live buffers of a model, and all else that shards may change.
 
     Args:
-        registered: the model's state before the job, which is that of the shards where it holds:
-            a walk takes as long as a small shard.
+        registered: the model's state now, for a walk takes as long as a small shard.
     """
 
     def __init__(self, model: nn.Module, registered: ModelState | None = None) -> None:
         self._model = model
-        if registered is None or not registered.holds():
-            registered = ModelState(model)
-        self.beyond = registered
+        self.beyond = registered or ModelState(model)
         self._tables = {name: buffers_of(module) for name, module in self.beyond.modules}
         buffers = RegisteredBuffers(b for b in self._live().values() if b is not None)
         self._registered = AsRegistered(self.beyond, buffers)

@@ -192,10 +192,6 @@ class ModelState:
         for inside in (*state.changed.values(), *state.came.values()):
             inside.restore(others)
 
-    def holds(self) -> bool:
-        """Return whether nothing differs now, so that this is also the state of now."""
-        return self._is_as_registered() and not any(other.changed() for other in self._others)
-
     def restore_buffers(self) -> None:
         """Bind the names of buffers to the registered ones."""
         for key in self._tables_of_buffers & self._registered.keys():
