@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from gradbox.computations import Computation
 from gradbox.errors import NeedsBox, ProtocolError
@@ -11,12 +10,11 @@ from gradbox.html import card, size
 from gradbox.http.connection import Connection
 from gradbox.http.posting import Answered
 from gradbox.job import QUICK_S, Job
-from gradbox.protocol import BoxView, JobState
+from gradbox.protocol import BoxView, EstimateView, JobState
 from gradbox.submitting import Submitter
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(EstimateView):
     """What a job would take, as a few of its shards have shown; its `repr` says it in words.
 
         estimate = client.estimate(computation)
@@ -45,24 +43,14 @@ class Estimate:
         advice: what to change where it does not fit.
     """
 
-    fits: bool
-    peak_bytes: int
-    peak_retained_bytes: int
-    shards_retained: int | None
-    before_bytes: int
-    most_bytes: int
-    seconds: float | None
-    upload_bytes: int
-    result_bytes: int
-    device: str
-    device_bytes: int
     queue_position: int
     waits_s: float | None
     hold: str | None = None
-    advice: str = ""
 
     def __repr__(self) -> str:
         return "\n".join([self._title, *(f"  {name:<8}{said}" for name, said in self._said())])
+
+    __str__ = __repr__
 
     def _repr_html_(self) -> str:
         return card(self._title, self._said())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +184,9 @@ def test_what_does_not_fit_is_said_with_the_way_out() -> None:
         "  wait    place 3 in the queue, about 12 s\n"
         "  advice  cut the inputs into smaller shards"
     )
-    assert "no job begins for now: the box is paused" in repr(replace(said, hold="paused"))
+    assert "no job begins for now: the box is paused" in repr(
+        said.model_copy(update={"hold": "paused"})
+    )
 
 
 def test_an_estimate_of_a_job_file(

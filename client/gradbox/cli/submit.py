@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -69,7 +68,7 @@ def run(
 def say_estimate(estimate: Estimate, *, json: bool) -> int:
     """Print what a job would take; return 0 if it fits, else 1."""
     if json:
-        say_json(asdict(estimate))
+        say_json(estimate.model_dump(mode="json"))
     else:
         say(str(estimate))
     return 0 if estimate.fits else 1

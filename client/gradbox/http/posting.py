@@ -6,11 +6,10 @@ answer      the job; with `Prefer: wait` and where it has ended, its small resul
 
 from __future__ import annotations
 
-import secrets
 import sys
 import threading
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -39,41 +38,14 @@ class Answered:
     small: memoryview | None = None
 
 
-@dataclass(frozen=True)
-class Form:
-    """A job and blobs as one body."""
-
-    job: bytes
-    blobs: Sequence[Blob]
-    boundary: str
-
-    @classmethod
-    def of(cls, job: bytes, blobs: Sequence[Blob]) -> Form:
-        """Return the form, with a boundary that no part holds: it has 128 random bits."""
-        return cls(job, blobs, boundary=secrets.token_hex(16))
-
-    @property
-    def content_type(self) -> str:
-        return f"multipart/form-data; boundary={self.boundary}"
-
-    def content(self) -> bytes:
-        return b"".join(self._pieces())
-
-    def _pieces(self) -> Iterator[bytes | memoryview]:
-        yield self._head("job", "application/json")
-        yield self.job
-        for blob in self.blobs:
-            yield b"\r\n" + self._head(blob.digest, "application/octet-stream")
-            yield from blob.chunks()
-        yield f"\r\n--{self.boundary}--\r\n".encode()
-
-    def _head(self, name: str, content_type: str) -> bytes:
-        lines = (
-            f"--{self.boundary}",
-            f'Content-Disposition: form-data; name="{name}"',
-            f"Content-Type: {content_type}",
-        )
-        return ("\r\n".join(lines) + "\r\n\r\n").encode()
+def form_of(job: bytes, blobs: Sequence[Blob]) -> tuple[bytes, str]:
+    """Return a job and blobs as one body, and its Content-Type."""
+    parts = [("job", (None, job, "application/json"))]
+    parts += [
+        (blob.digest, (None, b"".join(blob.chunks()), "application/octet-stream")) for blob in blobs
+    ]
+    form = httpx.Request("POST", "http://box", files=parts)
+    return form.read(), form.headers["Content-Type"]
 
 
 class Poster:
@@ -131,13 +103,9 @@ class Poster:
         wait_s: int,
     ) -> Answered:
         """Post a job with blobs; repeated until it is answered, it is one job all the same."""
-        form = Form.of(job, blobs)
-        content = form.content() if blobs else job
-        headers = {
-            **headers,
-            "Content-Length": str(len(content)),
-            "Content-Type": form.content_type if blobs else "application/json",
-        }
+        content, content_type = form_of(job, blobs) if blobs else (job, "application/json")
+        length = str(len(content))
+        headers = {**headers, "Content-Length": length, "Content-Type": content_type}
         try:
             answer = self._connection.request(
                 "POST", path, body=lambda: [content], headers=headers, wait_s=wait_s
