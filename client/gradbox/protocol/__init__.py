@@ -26,6 +26,7 @@ from gradbox.protocol.optimizers import check_optimizer as check_optimizer
 from gradbox.protocol.options import GradientOptions as GradientOptions
 from gradbox.protocol.options import JobOptions as JobOptions
 from gradbox.protocol.options import ModelKeywords as ModelKeywords
+from gradbox.protocol.options import RunKeywords as RunKeywords
 from gradbox.protocol.options import RunOptions as RunOptions
 from gradbox.protocol.options import option_names as option_names
 from gradbox.protocol.options import options_of as options_of

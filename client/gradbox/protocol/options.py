@@ -106,17 +106,22 @@ class GradientOptions(JobOptions):
     retain: Retain = "auto"
 
 
-class ModelKeywords(TypedDict, total=False):
-    """The options that `client.model` takes: `GradientOptions`, but for `streams`.
-
-    A call is a shard of its own there.
-    """
+class RunKeywords(TypedDict, total=False):
+    """`RunOptions` as keywords."""
 
     transfer: Transfer
     priority: int
     timeout_s: float
     devices: int | Literal["auto"]
     name: str
+
+
+class ModelKeywords(RunKeywords, total=False):
+    """The options that `client.model` takes: `GradientOptions`, but for `streams`.
+
+    A call is a shard of its own there.
+    """
+
     output: str | int | None
     mode: Mode
     seed: int

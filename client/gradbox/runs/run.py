@@ -23,6 +23,7 @@ from gradbox.protocol import (
     JobState,
     ModelKeywords,
     ModelView,
+    RunKeywords,
     RunView,
     SaveOrder,
     StateRef,
@@ -35,7 +36,6 @@ from gradbox.runs.step import (
     StepGradient,
     StepKeywords,
     TrainStep,
-    UpdateKeywords,
 )
 from gradbox.submitting import Submitter
 
@@ -241,7 +241,7 @@ class TrainRun:
         clip_norm: float | None = None,
         clip_value: float | None = None,
         progress: bool | None = None,
-        **options: Unpack[UpdateKeywords],
+        **options: Unpack[RunKeywords],
     ) -> TrainStep:
         """Make a step of what `loss.backward()` has found; see `model`.
 

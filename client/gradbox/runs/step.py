@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Literal, TypedDict
+from typing import Any, ClassVar, Final, Literal
 
 from gradbox.computations import Gradient
 from gradbox.computations.computation import Posted, Submission, checked
 from gradbox.computations.gradient import BESIDE_COTANGENTS, Cotangents, Penalty
 from gradbox.errors import InvalidJob, ProtocolError
 from gradbox.inputs.uploads import KnownTensors, Uploads
-from gradbox.protocol import CotangentStepSpec, RunView, StepSpec, step_seed
-from gradbox.protocol.options import Priority, Retain, Timeout, Transfer
+from gradbox.protocol import CotangentStepSpec, RunKeywords, RunView, StepSpec, step_seed
+from gradbox.protocol.options import Retain
 from gradbox.protocol.spec import Returned
 from gradbox.results.result import GradResult
 from gradbox.tensors.tensor_bytes import Tensor
@@ -22,17 +22,7 @@ Rates = float | Sequence[float]
 OF_THE_RUN: Final = ("model", "wrt", "mode", "precision", "seed", "weights")
 
 
-class UpdateKeywords(TypedDict, total=False):
-    """The options of a job that `run.apply` takes."""
-
-    transfer: Transfer
-    priority: Priority
-    timeout_s: Timeout
-    devices: int | Literal["auto"]
-    name: str
-
-
-class StepKeywords(UpdateKeywords, total=False):
+class StepKeywords(RunKeywords, total=False):
     """The arguments of `Gradient` that `run.step` takes beside inputs and loss."""
 
     loss_inputs: Mapping[str, Any]

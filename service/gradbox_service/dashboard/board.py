@@ -14,17 +14,17 @@ import math
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import suppress
+from importlib import metadata
 from typing import Final
 
 import anyio.to_thread
 import redis
 
-from gradbox.protocol import JobState, ModelView
+from gradbox.protocol import BoxView, CallerView, JobState, ModelView
 from gradbox_service.accounting.usage import MINUTE_S, BusyByWorker
 from gradbox_service.backing import Backing
 from gradbox_service.dashboard.picture import (
     MINUTES_SHOWN,
-    Picture,
     devices_shown,
     jobs_shown,
     models_shown,
@@ -39,6 +39,9 @@ PACE_S: Final = 0.5
 REREAD_S: Final = 5.0
 # With more changed records than this, everything is read.
 MANY: Final = 50
+VERSION: Final = metadata.version("gradbox")
+# Who looks is filled in for each, see `seen_by`.
+NOBODY: Final = CallerView(name="", admin=False)
 
 
 class Source:
@@ -50,7 +53,7 @@ class Source:
         self._views: dict[tuple[str, str], ModelView] = {}
         self._started: frozenset[tuple[str, float]] = frozenset()
 
-    def read(self, changed: Collection[str], everything: bool) -> Picture:
+    def read(self, changed: Collection[str], everything: bool) -> BoxView:
         """Read what changed, and return the picture.
 
         Args:
@@ -64,8 +67,10 @@ class Source:
             self._read_again(job_id)
         running = [r for r in self._active.values() if r.state is JobState.RUNNING]
         workers = self._box.fleet.workers()
-        return Picture(
+        return BoxView(
             now_s=now_s,
+            gradbox=VERSION,
+            you=NOBODY,
             operation=self._box.operation.read(),
             num_running=len(running),
             num_queued=len(self._active) - len(running),
@@ -110,7 +115,7 @@ class Board:
 
     def __init__(self, box: Backing) -> None:
         self._source = Source(box)
-        self._picture: Picture | None = None
+        self._picture: BoxView | None = None
         self._pictured_at = -math.inf
         self._all_read_at = -math.inf  # when everything was read
         self._noted: set[str] = set()
@@ -136,7 +141,7 @@ class Board:
         self._closed = True
         self._wake()
 
-    async def now(self) -> Picture:
+    async def now(self) -> BoxView:
         """Return a picture of this moment, for who looks once.
 
         Raises:
@@ -147,12 +152,12 @@ class Board:
                 return await self._read()
             return self._picture
 
-    async def pictures(self) -> AsyncIterator[Picture]:
+    async def pictures(self) -> AsyncIterator[BoxView]:
         """Yield a picture, and another whenever something changed; end on `close`."""
         woken = asyncio.Event()
         self._viewers.add(woken)
         try:
-            seen: Picture | None = await self.now()
+            seen: BoxView | None = await self.now()
             while seen is not None:
                 yield seen
                 seen = await self._after(seen, woken)
@@ -161,7 +166,7 @@ class Board:
             if not self._viewers:
                 self._all_read_at = -math.inf  # from now on nothing is noted
 
-    async def _after(self, seen: Picture, woken: asyncio.Event) -> Picture | None:
+    async def _after(self, seen: BoxView, woken: asyncio.Event) -> BoxView | None:
         """Wait for a picture after `seen`; None on `close`."""
         while not self._closed:
             if self._picture is not seen:
@@ -176,14 +181,14 @@ class Board:
                 await asyncio.sleep(1.0)
         return None
 
-    async def _renew(self, seen: Picture) -> None:
+    async def _renew(self, seen: BoxView) -> None:
         """Read a picture if `seen` is the newest and something has changed since."""
         async with self._reading:
             if self._picture is seen and not self._closed and (self._changed or self._old):
                 await asyncio.sleep(self._pictured_at + PACE_S - _now())
                 await self._read()
 
-    async def _read(self) -> Picture:
+    async def _read(self) -> BoxView:
         noted, self._noted, self._changed = self._noted, set(), False
         everything = self._old or len(noted) > MANY
         all_read_at, self._all_read_at = self._all_read_at, -math.inf  # if it fails

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
-from importlib import metadata
+from dataclasses import fields
 from typing import Final
 
 from gradbox.protocol import (
@@ -17,7 +15,6 @@ from gradbox.protocol import (
     DeviceView,
     JobState,
     ModelView,
-    OperationView,
 )
 from gradbox_service.accounting.usage import MINUTE_S, BusyByWorker
 from gradbox_service.fleet import WorkerPresence
@@ -31,36 +28,16 @@ MINUTES_SHOWN: Final = 60
 KEY_LENGTH: Final = 12
 
 
-@dataclass(frozen=True)
-class Picture:
-    """The box at `now_s`."""
-
-    now_s: float
-    operation: OperationView
-    num_running: int
-    num_queued: int
-    jobs: Sequence[BoxJob]
-    devices: Sequence[DeviceView]
-    models: Sequence[BoxModel]
-
-    def seen_by(self, caller: TokenInfo) -> BoxView:
-        """Return what this caller may see."""
-        return BoxView(
-            now_s=self.now_s,
-            gradbox=_version(),
-            you=CallerView(name=caller.name, admin=caller.admin),
-            operation=self.operation,
-            num_running=self.num_running,
-            num_queued=self.num_queued,
-            jobs=[
-                job
-                if caller.admin or job.owner == caller.name
-                else job.model_copy(update={"id": None, "name": None})
-                for job in self.jobs
-            ],
-            devices=list(self.devices),
-            models=list(self.models),
-        )
+def seen_by(box: BoxView, caller: TokenInfo) -> BoxView:
+    """Return what this caller may see of the box."""
+    jobs = [
+        job
+        if caller.admin or job.owner == caller.name
+        else job.model_copy(update={"id": None, "name": None})
+        for job in box.jobs
+    ]
+    you = CallerView(name=caller.name, admin=caller.admin)
+    return box.model_copy(update={"you": you, "jobs": jobs})
 
 
 def key_of(job_id: str) -> str:
@@ -95,15 +72,9 @@ def devices_shown(
         shown_ms = 1000.0 * (now_s - minutes[0] * MINUTE_S)
         found.append(
             DeviceView(
+                **{name: getattr(worker, name) for name in _OF_WORKERS},
                 worker=worker.name,
-                host=worker.host,
-                device=worker.device,
-                hardware=worker.hardware,
-                state=worker.state,
-                started_s=worker.started_s,
                 job=None if worker.job is None else key_of(worker.job),
-                memory=worker.memory,
-                building=worker.building,
                 busy=[min(100, round(ms / (10 * MINUTE_S))) for ms in busy],
                 busy_share=round(min(1.0, sum(busy) / shown_ms), 3),
             )
@@ -133,28 +104,19 @@ def models_shown(
     return found + [BoxModel(name=name, usable=False, reason=why) for name, why in unusable]
 
 
-@cache
-def _version() -> str:
-    return metadata.version("gradbox")
-
-
 def _job(
     record: JobRecord, *, position: int | None = None, begins_s: float | None = None
 ) -> BoxJob:
     return BoxJob(
+        **{name: getattr(record, name) for name in _OF_JOBS},
         key=key_of(record.id),
-        owner=record.owner,
-        computation=record.computation,
-        model=record.model,
-        state=record.state,
-        created_s=record.created_s,
-        started_s=record.started_s,
         position=position,
         begins_s=begins_s,
-        progress=record.progress,
-        cancel_requested=record.cancel_requested,
         attempts=record.attempt,
         worker=record.worker if record.state is JobState.RUNNING else None,
-        id=record.id,
-        name=record.name,
     )
+
+
+# What is shown as the record, or the worker, has it.
+_OF_JOBS: Final = (BoxJob.model_fields.keys() & {f.name for f in fields(JobRecord)}) - {"worker"}
+_OF_WORKERS: Final = (DeviceView.model_fields.keys() & WorkerPresence.model_fields) - {"job"}

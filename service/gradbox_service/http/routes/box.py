@@ -12,6 +12,7 @@ from gradbox.errors import OwnerOnly
 from gradbox.protocol import BoxView, OperationOrder, OperationView, Period, UsageView
 from gradbox_service.dashboard.board import Board
 from gradbox_service.dashboard.history import usage_seen_by
+from gradbox_service.dashboard.picture import seen_by
 from gradbox_service.http.allowances import stream
 from gradbox_service.http.auth import Box, Caller, Credentials, Listener
 from gradbox_service.http.routes import Router
@@ -23,7 +24,7 @@ router = Router(prefix="/v1", tags=["box"])
 async def one_box(request: Request, caller: Caller) -> BoxView:
     """The box now. Names and ids of jobs are there for their owner and the box's owner."""
     board: Board = request.app.state.board
-    return (await board.now()).seen_by(caller)
+    return seen_by(await board.now(), caller)
 
 
 @router.get(
@@ -44,7 +45,7 @@ async def box_events(
     async for picture in board.pictures():
         if not await listener.is_known():
             return
-        yield ServerSentEvent(raw_data=picture.seen_by(caller).model_dump_json(), event="box")
+        yield ServerSentEvent(raw_data=seen_by(picture, caller).model_dump_json(), event="box")
 
 
 @router.get("/usage")
