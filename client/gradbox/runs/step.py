@@ -13,11 +13,12 @@ from gradbox.errors import InvalidJob, ProtocolError
 from gradbox.inputs.uploads import KnownTensors, Uploads
 from gradbox.protocol import CotangentStepSpec, RunKeywords, RunView, StepSpec, step_seed
 from gradbox.protocol.options import Retain
-from gradbox.protocol.spec import Returned
+from gradbox.protocol.spec import Returned, Update
 from gradbox.results.result import GradResult
 from gradbox.tensors.tensor_bytes import Tensor
 
 Rates = float | Sequence[float]
+OF_THE_UPDATE: Final = Update.model_fields.keys() - {"computation"}
 # Arguments of `Gradient` that a step has from its run.
 OF_THE_RUN: Final = ("model", "wrt", "mode", "precision", "seed", "weights")
 
@@ -46,9 +47,7 @@ class StepGradient(Gradient):
     it: a large tensor is a blob of its own, named by its numbers.
     """
 
-    beside_cotangents: ClassVar = BESIDE_COTANGENTS | {
-        "run", "number", "lr", "clip_norm", "clip_value",
-    }  # fmt: skip
+    beside_cotangents: ClassVar = BESIDE_COTANGENTS | OF_THE_UPDATE
     run: str
     number: int
     lr: Rates | None = None
@@ -84,14 +83,7 @@ class StepGradient(Gradient):
 
     def prepare(self, known: KnownTensors | None = None) -> Submission:
         uploads = Uploads(KnownTensors())
-        update: dict[str, Any] = {
-            "computation": "step",
-            "run": self.run,
-            "number": self.number,
-            "lr": self.lr,
-            "clip_norm": self.clip_norm,
-            "clip_value": self.clip_value,
-        }
+        update = {"computation": "step", **{name: getattr(self, name) for name in OF_THE_UPDATE}}
         if isinstance(self.loss, Cotangents):
             given = self.cotangent_fields(self.loss, uploads)
             spec: Posted = checked(CotangentStepSpec, **update, **given)
