@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from gradbox.computations import Cotangents as Cotangents
     from gradbox.computations import Forward as Forward
     from gradbox.computations import Gradient as Gradient
+    from gradbox.computations import HessianProduct as HessianProduct
+    from gradbox.computations import InverseHessian as InverseHessian
     from gradbox.computations import Jacobian as Jacobian
     from gradbox.computations import MixedGradient as MixedGradient
     from gradbox.computations import Penalty as Penalty
@@ -70,6 +72,7 @@ from gradbox.errors import LossNotScalar as LossNotScalar
 from gradbox.errors import MissingBlobs as MissingBlobs
 from gradbox.errors import ModelCallFailed as ModelCallFailed
 from gradbox.errors import NeedsBox as NeedsBox
+from gradbox.errors import NotPositiveDefinite as NotPositiveDefinite
 from gradbox.errors import OutOfMemory as OutOfMemory
 from gradbox.errors import OwnerOnly as OwnerOnly
 from gradbox.errors import ProtocolError as ProtocolError
@@ -102,6 +105,8 @@ _LAZY = {
     "GradClient": "gradbox.client",
     "GradResult": "gradbox.results.result",
     "Gradient": "gradbox.computations",
+    "HessianProduct": "gradbox.computations",
+    "InverseHessian": "gradbox.computations",
     "Jacobian": "gradbox.computations",
     "Job": "gradbox.job",
     "JobEvent": "gradbox.http.events",

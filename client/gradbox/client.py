@@ -92,7 +92,7 @@ class GradClient(RunsClient, StoresClient):
         """Upload the tensors that the box does not have, post the job, and return its handle.
 
         Args:
-            computation: a `Gradient`, `PerSampleGradient`, `Jacobian`, `MixedGradient`, `Forward`.
+            computation: a `Gradient`, say, see `gradbox.computations`.
             progress: whether to show how much is uploaded, where that is much; None shows it on a
                 terminal and in a notebook.
 

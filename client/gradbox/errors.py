@@ -27,6 +27,7 @@
     │   ├── ReplayMismatch              a replay did not reproduce the first pass
     │   ├── LossNotFinite               the loss is NaN or infinite
     │   ├── GradientNotFinite           a gradient of a run's step is: the run is as before
+    │   ├── NotPositiveDefinite         conjugate gradients met curvature that is not positive
     │   ├── LossNotScalar               the loss has more than one entry
     │   ├── ModelCallFailed             the model refused its inputs
     │   ├── OutOfMemory                 one shard does not fit
@@ -327,6 +328,15 @@ class GradientNotFinite(JobFailed):
 
     code = "gradient-not-finite"
     title = "The gradient is not finite"
+    category = "user"
+    status = 422
+
+
+class NotPositiveDefinite(JobFailed):
+    """Conjugate gradients met a direction along which the curvature is not positive."""
+
+    code = "not-positive-definite"
+    title = "The curvature is not positive definite"
     category = "user"
     status = 422
 

@@ -45,6 +45,7 @@ ONE_NAME = {
     "LossNotFinite": "what the engine raises, and what its user catches",
     "LossNotScalar": "what the engine raises, and what its user catches",
     "ModelCallFailed": "what the engine raises, and what its user catches",
+    "NotPositiveDefinite": "what the engine raises, and what its user catches",
     "ReplayMismatch": "what the engine raises, and what its user catches",
     "Penalty": "with a function to be traced, and with the one that is built of its graph",
 }

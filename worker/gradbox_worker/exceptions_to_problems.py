@@ -45,6 +45,7 @@ ENGINE_ERRORS: Final[tuple[tuple[type[engine_errors.EngineError], type[GradboxEr
     (engine_errors.LossNotScalar, errors.LossNotScalar),
     (engine_errors.LossNotFinite, errors.LossNotFinite),
     (engine_errors.GradientNotFinite, errors.GradientNotFinite),
+    (engine_errors.NotPositiveDefinite, errors.NotPositiveDefinite),
     (engine_errors.ModelCallFailed, errors.ModelCallFailed),
     (SelfCheckFailed, errors.JobFailed),
     (engine_errors.EngineError, errors.InvalidInputs),

@@ -191,6 +191,11 @@ _HINTS: Final[tuple[tuple[str, str | Callable[[_Match], str]], ...]] = (
     (r"TypeError: .*(missing|unexpected keyword|positional argument)", _missing),
     (r"cannot be multiplied \(\d+x(?P<width>\d+) and (?P<rows>\d+)x\d+\)", _product),
     (
+        r"the derivative for '(?P<operation>\w+)' is not implemented",
+        "second derivatives are taken here, and this operation has none: write it out of simpler "
+        "ones; torch.cdist has them with compute_mode='use_mm_for_euclid_dist'",
+    ),
+    (
         r"to have (?P<wanted>\d+) channels, but got (?P<got>\d+) channels",
         "a convolution takes (samples, {wanted} channels, …), and gets {got} channels: is dim 1 "
         "the channels, or is it another model's input?",

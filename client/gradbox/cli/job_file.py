@@ -31,6 +31,8 @@ from gradbox.computations import (
     Cotangents,
     Forward,
     Gradient,
+    HessianProduct,
+    InverseHessian,
     Jacobian,
     MixedGradient,
     Penalty,
@@ -48,6 +50,8 @@ KINDS: Final[Mapping[str, type[Computation]]] = {
     "per_sample_gradient": PerSampleGradient,
     "jacobian": Jacobian,
     "mixed_gradient": MixedGradient,
+    "hessian_product": HessianProduct,
+    "inverse_hessian": InverseHessian,
 }
 # Keys under which strings may name tensors and functions.
 READ: Final = frozenset(

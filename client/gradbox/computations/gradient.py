@@ -198,7 +198,55 @@ Loss: TypeAlias = "Callable[..., Any] | torch.nn.Module | Builtin | Cotangents"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class Gradient(Differentiated):
+class WithLoss(Differentiated):
+    """The arguments of computations with a loss over all shards, which `Gradient` describes."""
+
+    loss: Loss
+    loss_inputs: Mapping[str, Any] = field(default_factory=dict)
+
+    def loss_fields(self, uploads: Uploads) -> dict[str, Any]:
+        """Trace the loss and return the fields of a spec that has one over all shards."""
+        tensors, scalars = split_tensors_and_scalars(self.loss_inputs, what="loss_inputs")
+        if isinstance(self.loss, Builtin):
+            loss: BuiltinLoss | GraphLoss = self._builtin_loss(self.loss, list(tensors), scalars)
+        else:
+            loss = GraphLoss(function=self._traced_loss(list(tensors), scalars, uploads))
+        inputs = uploaded(tensors, uploads, where="loss_inputs")
+        return self.shared_fields(uploads) | {"loss": loss, "loss_inputs": inputs}
+
+    def _builtin_loss(
+        self, loss: Builtin, tensors: list[str], scalars: dict[str, Scalar]
+    ) -> BuiltinLoss:
+        twice = sorted(set(loss.options) & set(scalars))
+        if twice:
+            raise InvalidJob(f"loss: expected each option once, got {twice} in loss_inputs as well")
+        options = {**loss.options, **scalars}
+        groups = [group.name for group in self.groups]
+        check_builtin(loss.name, options, groups=groups, inputs=tensors)
+        return BuiltinLoss(name=loss.name, options=options)
+
+    def _traced_loss(
+        self, tensors: list[str], scalars: dict[str, Scalar], uploads: Uploads
+    ) -> TracedFunction:
+        names = [group.name for group in self.groups]
+        unnamed = len(names) == 1
+        both = sorted(set(names) & {*tensors, *scalars})
+        if both and not unnamed:
+            raise InvalidInputs(
+                f"loss_inputs: expected other names than those of the groups, got {both} in both"
+            )
+        return traced(
+            self.loss,
+            uploads,
+            what="loss",
+            positional=1 if unnamed else 0,
+            arguments=tensors if unnamed else names + tensors,
+            options=scalars,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Gradient(WithLoss):
     """dL/dθ of L = loss(Z, **loss_inputs), Z being the outputs of all shards.
 
         Gradient(model="minilm", inputs=shards, loss=contrastive, loss_inputs={"labels": labels})
@@ -229,8 +277,6 @@ class Gradient(Differentiated):
     beside_cotangents: ClassVar = BESIDE_COTANGENTS
     model: str = ""
     inputs: Any = None
-    loss: Loss
-    loss_inputs: Mapping[str, Any] = field(default_factory=dict)
     penalties: Sequence[Penalty] = ()
     returns: Sequence[Returned] = ("grads",)
 
@@ -265,15 +311,7 @@ class Gradient(Differentiated):
 
     def spec_fields(self, uploads: Uploads) -> dict[str, Any]:
         """Trace the functions and return the fields of a spec that has a loss over all shards."""
-        tensors, scalars = split_tensors_and_scalars(self.loss_inputs, what="loss_inputs")
-        if isinstance(self.loss, Builtin):
-            loss: BuiltinLoss | GraphLoss = self._builtin_loss(self.loss, list(tensors), scalars)
-        else:
-            loss = GraphLoss(function=self._traced_loss(list(tensors), scalars, uploads))
-        inputs = uploaded(tensors, uploads, where="loss_inputs")
-        return self.shared_fields(uploads) | {
-            "loss": loss,
-            "loss_inputs": inputs,
+        return self.loss_fields(uploads) | {
             "penalties": [penalty.spec(uploads) for penalty in _penalties(self.penalties)],
             "returns": listed(self.returns),
         }
@@ -282,36 +320,6 @@ class Gradient(Differentiated):
         """Return the fields of a spec whose loss is cotangents."""
         options = options_of(self, RunOptions)
         return options | {"loss": loss.spec(uploads), "returns": listed(self.returns)}
-
-    def _builtin_loss(
-        self, loss: Builtin, tensors: list[str], scalars: dict[str, Scalar]
-    ) -> BuiltinLoss:
-        twice = sorted(set(loss.options) & set(scalars))
-        if twice:
-            raise InvalidJob(f"loss: expected each option once, got {twice} in loss_inputs as well")
-        options = {**loss.options, **scalars}
-        groups = [group.name for group in self.groups]
-        check_builtin(loss.name, options, groups=groups, inputs=tensors)
-        return BuiltinLoss(name=loss.name, options=options)
-
-    def _traced_loss(
-        self, tensors: list[str], scalars: dict[str, Scalar], uploads: Uploads
-    ) -> TracedFunction:
-        names = [group.name for group in self.groups]
-        unnamed = len(names) == 1
-        both = sorted(set(names) & {*tensors, *scalars})
-        if both and not unnamed:
-            raise InvalidInputs(
-                f"loss_inputs: expected other names than those of the groups, got {both} in both"
-            )
-        return traced(
-            self.loss,
-            uploads,
-            what="loss",
-            positional=1 if unnamed else 0,
-            arguments=tensors if unnamed else names + tensors,
-            options=scalars,
-        )
 
 
 def _penalties(given: Any) -> Sequence[Penalty]:

@@ -51,6 +51,8 @@ from gradbox.protocol.spec import CotangentGradientSpec as CotangentGradientSpec
 from gradbox.protocol.spec import CotangentStepSpec as CotangentStepSpec
 from gradbox.protocol.spec import ForwardSpec as ForwardSpec
 from gradbox.protocol.spec import GradientSpec as GradientSpec
+from gradbox.protocol.spec import HessianProductSpec as HessianProductSpec
+from gradbox.protocol.spec import InverseHessianSpec as InverseHessianSpec
 from gradbox.protocol.spec import JobSpec as JobSpec
 from gradbox.protocol.spec import MixedGradientSpec as MixedGradientSpec
 from gradbox.protocol.spec import PostedSpec as PostedSpec

@@ -16,6 +16,7 @@ class Seconds(View):
     cotangents: float = 0.0
     replay: float = 0.0
     samples: float = 0.0
+    products: float = 0.0
 
 
 class RangeView(View):
@@ -59,6 +60,10 @@ class Receipt(View):
     projection S. `fallbacks` counts, by the operation that was in the way, the shards of a mixed
     gradient whose tangent was not taken by forward mode. `resumed` counts the attempts that went on
     from a checkpoint.
+    Of a product with a curvature, `kind` says which matrix it is of, and `attention` that attention
+    was computed by the "math" kernel, which can be differentiated twice. Of one with the inverse,
+    `damping` is λ; by vector, `iterations` counts the steps and `residuals` are
+    ‖v − (H + λI) x‖ / ‖v‖, of a product made for it.
     Of a job with `transfer`, `transfer_error` bounds ‖rounded − g‖ / ‖g‖ of every gradient g, or of
     a sample's row of a parameter: 2⁻⁸ in bf16, 2⁻¹¹ in fp16, and more where numbers are below what
     fp16 holds in full; `transfer_kept` names gradients that the format does not
@@ -115,6 +120,11 @@ class Receipt(View):
     roads: dict[str, list[str]] | None = None
     loops: dict[str, str] | None = None
     rows_compared: Literal["none", "one", "all"] | None = None
+    kind: str | None = None
+    attention: str | None = None
+    damping: float | None = None
+    iterations: list[int] | None = None
+    residuals: list[float] | None = None
     ranges: list[RangeView] | None = None
     bytes_moved: dict[str, int] | None = None
     not_split: str | None = None

@@ -28,9 +28,11 @@ from gradbox.protocol.options import Retain, RunOptions
 from gradbox.protocol.per_sample import JacobianSpec, PerSampleGradientSpec, SampleSpec
 from gradbox.protocol.spec_fields import (
     PROTOCOL,
+    BuiltinLoss,
     ConstantRef,
     CotangentsLoss,
     DifferentiatedSpec,
+    GraphLoss,
     Identifier,
     InputGroup,
     JobId,
@@ -41,6 +43,7 @@ from gradbox.protocol.spec_fields import (
     ShardRef,
     SharedSpec,
     StateRef,
+    TensorName,
     TensorRef,
     TracedFunction,
     Wire,
@@ -52,6 +55,7 @@ Rate = Annotated[float, Field(ge=0), NUMBER]
 Positive = Annotated[float, Field(gt=0), NUMBER]
 CotangentReturned = Literal["grads", "input_grads"]
 MixedReturned = Literal["grads", "dfdz"]
+CurvatureKind = Literal["hessian", "ggn"]
 ForwardReturned = Literal["outputs", "buffers"]
 
 
@@ -148,6 +152,32 @@ class MixedGradientSpec(SharedSpec, frozen=True):
     returns: Annotated[Items[MixedReturned], Field(min_length=1)] = ["grads"]
 
 
+class HessianProductSpec(SetLossSpec, frozen=True):
+    """H v of each vector: H is the Hessian of a loss over all shards, or its Gauss-Newton matrix.
+
+    `vectors` are rows (V, *shape) by parameter, and zero where one of `wrt` is left out. What the
+    loss trains is held constant.
+    """
+
+    computation: Literal["hessian_product"]
+    loss: Annotated[GraphLoss | BuiltinLoss, Field(discriminator="kind")]
+    penalties: Annotated[Items[PenaltySpec], Field(max_length=0)] = []
+    devices: Literal[1] = 1
+    vectors: Annotated[Entries[TensorName, ConstantRef], Field(min_length=1)]
+    kind: CurvatureKind = "hessian"
+
+
+class InverseHessianSpec(HessianProductSpec, frozen=True):
+    """(H + damping I)⁻¹ v of each vector, by conjugate gradients."""
+
+    computation: Literal["inverse_hessian"]  # type: ignore[assignment]
+    kind: CurvatureKind = "ggn"
+    damping: Rate
+    by: Literal["cg"] = "cg"
+    max_iterations: Annotated[int, Field(ge=1, le=100_000), NUMBER] = 100
+    tolerance: Positive = 1e-5
+
+
 class AtCotangents(Wire, RunOptions, frozen=True):
     """A computation as it is posted where its loss is cotangents.
 
@@ -193,6 +223,8 @@ JobSpec = Annotated[
     | PerSampleGradientSpec
     | JacobianSpec
     | MixedGradientSpec
+    | HessianProductSpec
+    | InverseHessianSpec
     | StoreRowsSpec
     | StoreQuerySpec,
     Field(discriminator="computation"),

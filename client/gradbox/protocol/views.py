@@ -133,7 +133,7 @@ class View(BaseModel):
 
 
 class ProgressView(View):
-    """How far a running job is: shards of `phase`, or samples where that is "samples"."""
+    """How far a running job is: shards of `phase`; or what that says, "samples" or "products"."""
 
     phase: str
     done: int

@@ -74,7 +74,8 @@ class GradResult(RowReductions):
         grads: name → gradient of the parameter's shape, in `named_parameters` order, then those of
             the loss. Where the loss does not reach a parameter it is zeros, and
             `manifest.unreached` has the name. Of a `PerSampleGradient` (B, *shape), of a `Jacobian`
-            (B, Y, *shape); where it came as factors, multiplied out as it is indexed.
+            (B, Y, *shape); where it came as factors, multiplied out as it is indexed. Of a
+            `HessianProduct` or an `InverseHessian` (V, *shape).
         buffers: name → the model's buffer after the job, if `returns` asked for buffers.
         loss_buffers: name → a buffer of the loss module after its one call, likewise: what
             `loss.load_state_dict(..., strict=False)` takes.

@@ -106,6 +106,7 @@ def _real(value: Any, where: str) -> torch.Tensor:
 
 GRADIENT = "per_sample_gradient"
 PER_SAMPLE = (GRADIENT, "jacobian")
+CURVATURE = ("hessian_product", "inverse_hessian")  # with a row for each vector
 
 
 class RowReductions:
@@ -265,12 +266,13 @@ class RowReductions:
 
     @property
     def _squeezed(self) -> bool:
-        return self.manifest.computation == GRADIENT
+        return self.manifest.computation in (GRADIENT, *CURVATURE)
 
     @property
     def _row_dims(self) -> int:
         """The number of dims before a parameter's own in `grads`."""
-        if self.manifest.computation not in PER_SAMPLE or self.manifest.reduce != "none":
+        computation, reduce = self.manifest.computation, self.manifest.reduce
+        if computation not in CURVATURE and (computation not in PER_SAMPLE or reduce != "none"):
             return 0
         return 1 if self._squeezed else 2
 

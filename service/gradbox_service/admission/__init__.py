@@ -4,8 +4,8 @@ What can be known without torch is known here, at once, rather than minutes late
 model and its version, entry points and argument names, blobs and the tensors in them, graphs,
 names of parameters, and what one user may ask of a box that others share. Shapes and values are the
 worker's to judge. Nothing here knows HTTP. What is checked of a job against its model alone
-(`admit.check_fit`, `earlier_job`, `forward_job`) is checked without a box, too, by
-`gradbox_worker.local`.
+(`admit.check_fit`, `estimate.may_be_estimated`, `earlier_job`, `forward_job`) is checked without a
+box, too, by `gradbox_worker.local`.
 
 To read in this order:
 

@@ -11,6 +11,8 @@ from gradbox.protocol import (
     EstimateView,
     ForwardSpec,
     GradientSpec,
+    HessianProductSpec,
+    InverseHessianSpec,
     JacobianSpec,
     JobSpec,
     MixedGradientSpec,
@@ -49,6 +51,8 @@ OWN: Final[Mapping[type[SharedSpec], Check]] = {
     StoreRowsSpec: per_sample.check_gradient,
     StoreQuerySpec: per_sample.check_gradient,
     MixedGradientSpec: mixed_gradient.check,
+    HessianProductSpec: gradient.check_products,
+    InverseHessianSpec: gradient.check_products,
 }
 
 

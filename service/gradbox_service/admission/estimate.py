@@ -14,6 +14,7 @@ from gradbox.errors import InvalidJob, OutOfMemory
 from gradbox.protocol import (
     CotangentsLoss,
     EstimateView,
+    HessianProductSpec,
     JobSpec,
     ModelView,
     ShardRef,
@@ -38,20 +39,22 @@ IRRELEVANT: Final = frozenset(
 def may_be_estimated(spec: JobSpec) -> bool:
     """Return whether a job is of a kind that is estimated.
 
-    Not if its loss was computed elsewhere, and not if it reads or writes a run's state or a store.
+    Not if its loss was computed elsewhere, if it reads or writes a run's state or a store, and not
+    if it is of a curvature.
 
     Raises:
         InvalidJob: it is not, and is to be estimated all the same.
     """
     loss = getattr(spec, "loss", None)
-    of_files = isinstance(spec, StateSpec | StoreRowsSpec | StoreQuerySpec)
-    if spec.estimate and (of_files or isinstance(loss, CotangentsLoss)):
+    others = StateSpec | StoreRowsSpec | StoreQuerySpec | HessianProductSpec
+    is_other = isinstance(spec, others) or isinstance(loss, CotangentsLoss)
+    if spec.estimate and is_other:
         raise InvalidJob(
-            "estimate: expected a computation with its loss, got one at cotangents, or one that "
-            "reads or writes a run's state or a store: estimate the Gradient with a loss of the "
-            "same outputs, or the PerSampleGradient whose rows are stored"
+            "estimate: expected a computation with its loss, got one at cotangents, a curvature's, "
+            "or one that reads or writes a run's state or a store: estimate the Gradient with a "
+            "loss of the same outputs, or the PerSampleGradient whose rows are stored"
         )
-    return not (of_files or isinstance(loss, CotangentsLoss))
+    return not is_other
 
 
 def estimate_key(spec: JobSpec, *, model: ModelView, tensors: TensorHeaders) -> str:

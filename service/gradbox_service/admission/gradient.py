@@ -1,4 +1,4 @@
-"""What only a `Gradient` or a step has to fulfil: loss, penalties, what it differentiates by."""
+"""What a loss over all shards has to fulfil, of a `Gradient`, a step, or a curvature's product."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from gradbox.errors import InvalidInputs
 from gradbox.protocol import (
     GradientSpec,
     GraphLoss,
+    HessianProductSpec,
     ModelView,
     SetLossSpec,
     StepSpec,
@@ -15,6 +16,8 @@ from gradbox_service.admission.functions import check_loss, check_penalties
 from gradbox_service.admission.parameters import (
     check_dtypes_of_gradients,
     check_input_gradients,
+    check_names,
+    check_shapes,
     check_wrt,
 )
 from gradbox_service.admission.tensors import TensorHeaders
@@ -27,6 +30,30 @@ def check(spec: GradientSpec | StepSpec, *, model: ModelView, tensors: TensorHea
         GraphRefused: the loss or a penalty is not an allowed graph.
         InvalidInputs: names do not fit the model, the blobs or each other.
     """
+    _check_loss(spec)
+    check_penalties(spec)
+    check_wrt(spec, model=model, tensors=tensors, others=_loss_parameters(spec))
+    if "grads" in spec.returns:
+        check_dtypes_of_gradients(spec, model=model)
+    if "input_grads" in spec.returns:
+        check_input_gradients(spec, tensors=tensors)
+
+
+def check_products(spec: HessianProductSpec, *, model: ModelView, tensors: TensorHeaders) -> None:
+    """Check a product with a curvature, or with its inverse.
+
+    Raises:
+        GraphRefused: the loss is not an allowed graph.
+        InvalidInputs: names or shapes do not fit the model, or each other.
+    """
+    _check_loss(spec)
+    check_names(spec.wrt, model=model)
+    shapes = {view.name: view.shape for view in model.parameters}
+    lacks = f"vectors: model {model.name!r} has no parameter"
+    check_shapes("vectors", spec.vectors, shapes, tensors=tensors, lacks=lacks, rows=True)
+
+
+def _check_loss(spec: SetLossSpec) -> None:
     both = sorted({group.name for group in spec.inputs} & set(spec.loss_inputs))
     if both and len(spec.inputs) > 1:  # one group alone is the first argument, whatever its name
         raise InvalidInputs(
@@ -34,12 +61,6 @@ def check(spec: GradientSpec | StepSpec, *, model: ModelView, tensors: TensorHea
             "apart: rename one of the two"
         )
     check_loss(spec)
-    check_penalties(spec)
-    check_wrt(spec, model=model, tensors=tensors, others=_loss_parameters(spec))
-    if "grads" in spec.returns:
-        check_dtypes_of_gradients(spec, model=model)
-    if "input_grads" in spec.returns:
-        check_input_gradients(spec, tensors=tensors)
 
 
 def _loss_parameters(spec: SetLossSpec) -> list[str]:

@@ -30,12 +30,14 @@ def check_shapes(
     *,
     tensors: TensorHeaders,
     lacks: str,
+    rows: bool = False,
 ) -> None:
     """Check that tensors have the names and shapes of a model's.
 
     Args:
         shapes: of the model's, by name.
         lacks: says that the model has no tensor of a name, which follows.
+        rows: whether each has rows of that shape, so many as there are.
 
     Raises:
         InvalidInputs: one has not.
@@ -46,8 +48,9 @@ def check_shapes(
             there_is = f"; there is {', '.join(map(repr, close))}" if close else ""
             raise InvalidInputs(f"{lacks} {name!r}{there_is}")
         got = list(tensors.entry(reference, where=f"{where}.{name}").shape)
-        if got != shapes[name]:
-            raise InvalidInputs(f"{where}.{name}: expected the shape {shapes[name]}, got {got}")
+        wanted = [*got[:1], *shapes[name]] if rows else shapes[name]
+        if got != wanted:
+            raise InvalidInputs(f"{where}.{name}: expected the shape {wanted}, got {got}")
 
 
 def check_wrt(
@@ -77,6 +80,21 @@ def check_wrt(
                 f"wrt: {glob!r} matches no parameter or module of model {model.name!r}, no "
                 f"parameter of the loss, and no floating-point input"
                 f"{near_misses(glob, parameters, inputs)}"
+            )
+
+
+def check_names(wrt: Sequence[str] | None, *, model: ModelView) -> None:
+    """Check what a job is to differentiate by that takes parameters of the model alone.
+
+    Raises:
+        InvalidInputs: a pattern matches no parameter.
+    """
+    names = model.parameter_names()
+    for glob in wrt or ():
+        if not matching(glob, names):
+            raise InvalidInputs(
+                f"wrt: {glob!r} matches no parameter or module of model {model.name!r}, and this "
+                f"computation differentiates by nothing else{near_misses(glob, names)}"
             )
 
 

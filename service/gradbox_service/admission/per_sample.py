@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from gradbox.errors import InvalidInputs
 from gradbox.graphs.check import check_graph
 from gradbox.protocol import JacobianSpec, ModelView, PerSampleGradientSpec, TensorRef
-from gradbox_service.admission.parameters import check_shapes, matching, near_misses
+from gradbox_service.admission.parameters import check_names, check_shapes
 from gradbox_service.admission.tensors import TensorHeaders, references
 
 
@@ -51,18 +49,3 @@ def check_jacobian(spec: JacobianSpec, *, model: ModelView, tensors: TensorHeade
     named = spec.vectors if isinstance(spec.vectors, dict) else {}
     lacks = f"vectors: model {model.name!r} has no parameter"
     check_shapes("vectors", named, shapes, tensors=tensors, lacks=lacks)
-
-
-def check_names(wrt: Sequence[str] | None, *, model: ModelView) -> None:
-    """Check what a per-sample job is to differentiate by.
-
-    Raises:
-        InvalidInputs: a pattern matches no parameter.
-    """
-    names = model.parameter_names()
-    for glob in wrt or ():
-        if not matching(glob, names):
-            raise InvalidInputs(
-                f"wrt: {glob!r} matches no parameter or module of model {model.name!r}, and a "
-                f"per-sample job differentiates by nothing else{near_misses(glob, names)}"
-            )

@@ -24,7 +24,7 @@ from gradbox.protocol import (
 )
 from gradbox_service.admission.limits import check_limits, check_memory, check_values
 from gradbox_service.admission.model import find_model
-from gradbox_service.admission.per_sample import check_names
+from gradbox_service.admission.parameters import check_names
 from gradbox_service.admission.posting import MEMORY_S, Admission, Sent, queue, unless_posted
 from gradbox_service.backing import Backing
 from gradbox_service.identity.tokens import TokenInfo

@@ -35,8 +35,11 @@ PAGE: Final = 200
 MAX_JOBS: Final = 2000
 # Computations from whose result no job goes on.
 ENDS: Final = frozenset(
-    {"gradient", "mixed_gradient", "state", "step", "store_rows", "store_query"}
-)
+    {
+        "gradient", "hessian_product", "inverse_hessian", "mixed_gradient", "state", "step",
+        "store_rows", "store_query",
+    }
+)  # fmt: skip
 
 
 class Needed:

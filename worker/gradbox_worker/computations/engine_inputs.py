@@ -39,13 +39,11 @@ SHARE_FOR_FUNCTIONS: Final = 0.5
 class BuiltFunction:
     """A traced function that can be called, and the leaves of it that want gradients, by name.
 
-    `has_buffers` says whether the graph reads any; `buffers()` gives what the last call left in
-    them.
+    `buffers()` gives what the last call left in those that the graph reads.
     """
 
     function: Callable[..., Any]
     leaves: Mapping[str, Tensor]
-    has_buffers: bool
     buffers: Callable[[], Mapping[str, Tensor]]
 
 
@@ -54,7 +52,6 @@ class Loss:
     """The loss of a `Gradient` as the engine takes it, and what becomes of its buffers."""
 
     objective: Objective
-    has_buffers: bool = False
     buffers: Callable[[], Mapping[str, Tensor]] = dict
 
 
@@ -158,11 +155,8 @@ def gradient_loss(
         own=_under("loss.", own),
     )
     parameters |= {f"loss.{name}": leaf for name, leaf in built.leaves.items()}
-    return Loss(
-        Objective(function=built.function, inputs=inputs, parameters=parameters),
-        has_buffers=built.has_buffers,
-        buffers=built.buffers,
-    )
+    objective = Objective(function=built.function, inputs=inputs, parameters=parameters)
+    return Loss(objective, buffers=built.buffers)
 
 
 def loss_parameters(spec: SetLossSpec) -> tuple[str, ...]:
@@ -277,7 +271,6 @@ def build_function(
             (traced.model_dump_json(), widened), _within_budget(graph_function, device)
         ),
         leaves=leaves,
-        has_buffers=bool(buffers),
         buffers=lambda: graph_function.buffers,
     )
 

@@ -18,6 +18,8 @@ from gradbox.errors import WorkerLost
 from gradbox.protocol import (
     ForwardSpec,
     GradientSpec,
+    HessianProductSpec,
+    InverseHessianSpec,
     JacobianSpec,
     MixedGradientSpec,
     PerSampleGradientSpec,
@@ -31,6 +33,7 @@ from gradbox.tensors.blob import Blob
 from gradbox_engine import CoupledShards, DeviceLost, Observer
 from gradbox_service.store import SMALL_BYTES, Room
 from gradbox_worker.computations import (
+    curvature,
     estimate,
     forward,
     gradient,
@@ -81,6 +84,8 @@ COMPUTATIONS: Final[Mapping[type[SharedSpec], Compute]] = {
     PerSampleGradientSpec: per_sample.compute_gradient,
     JacobianSpec: per_sample.compute_jacobian,
     MixedGradientSpec: mixed_gradient.compute,
+    HessianProductSpec: curvature.compute,
+    InverseHessianSpec: curvature.compute,
     StepSpec: step.compute,
     StateSpec: state.compute,
     StoreRowsSpec: stores.compute_rows,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from gradbox_worker.computations.engine_inputs import (
 )
 from gradbox_worker.computations.held_jobs import held_gradient
 from gradbox_worker.computations.job import Computed, LoadedJob
-from gradbox_worker.computations.sections import by_group, input_gradients, section
+from gradbox_worker.computations.sections import by_group, section
 
 
 def compute(job: LoadedJob, spec: GradientSpec) -> Computed:
@@ -48,39 +49,13 @@ def gradient(job: LoadedJob, spec: GradientSpec | StepSpec, loss: Loss) -> SetGr
 
 def computed(answer: SetGradient, spec: GradientSpec | StepSpec, loss: Loss) -> Computed:
     """Return what stands in the result file."""
-    tensors = _tensors(answer, spec.returns)
-    if loss.has_buffers and "buffers" in spec.returns:
-        tensors |= section("loss_buffers", loss.buffers())
-    return Computed(
-        tensors=tensors,
-        facts={
-            "loss": answer.loss,
-            "shards_retained": answer.retained,
-            "shards_replayed": answer.replayed,
-            "replay_difference": answer.replay_difference,
-            "names": tuple(answer.grads) if "grads" in spec.returns else (),
-            "unreached": list(answer.unreached),
-        },
-        seconds=answer.seconds,
-        recomputed=answer.recomputed,
-        runs=answer.ranges,
-    )
-
-
-def _tensors(answer: SetGradient, returns: Collection[str]) -> dict[str, Tensor]:
-    """Name the tensors as they stand in the file.
-
-    Gradients of inputs are there if they were computed: naming inputs in `wrt` asks for them too.
-    """
+    base = cotangents.computed(answer, spec)
     sections: dict[str, Mapping[str, Tensor]] = {
-        "grads": answer.grads,
         "buffers": answer.buffers or {},
         "outputs": by_group(answer.outputs or {}),
         "cotangents": by_group(answer.cotangents or {}),
-        "input_grads": input_gradients(answer.input_grads),
+        "loss_buffers": loss.buffers() if "buffers" in spec.returns else {},
     }
-    named: dict[str, Tensor] = {}
-    for name, tensors in sections.items():
-        if name in returns or name == "input_grads":
-            named |= section(name, tensors)
-    return named
+    tensors = {n: x for name, named in sections.items() for n, x in section(name, named).items()}
+    facts = {**base.facts, "loss": answer.loss}
+    return replace(base, tensors={**base.tensors, **tensors}, facts=facts)

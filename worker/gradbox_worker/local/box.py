@@ -47,6 +47,7 @@ from gradbox.tensors.safetensors_header import SafetensorsHeader
 from gradbox_engine.requests import Phase
 from gradbox_service.admission.admit import check_fit
 from gradbox_service.admission.earlier_job import check_against, earlier_job
+from gradbox_service.admission.estimate import may_be_estimated
 from gradbox_service.admission.forward_job import KIND, WHERE, ForwardJob
 from gradbox_service.jobs import JobRecord
 from gradbox_worker.computations.execution import Execution, StopNow
@@ -178,7 +179,7 @@ class LocalBox:
 
         Raises:
             NeedsBox: it is one on the state of a run.
-            InvalidJob: see `check_fit`, `check_against` and `ForwardJob`.
+            InvalidJob: see `may_be_estimated`, `check_fit`, `check_against` and `ForwardJob`.
         """
         blobs = {blob.digest: blob for blob in submission.blobs}
         spec, forward = self._whole(submission.spec)
@@ -188,6 +189,7 @@ class LocalBox:
             blobs = {**earlier.blobs, **blobs}
         model = find(spec.model, self._models)
         handed = HandedOver(blobs)
+        may_be_estimated(spec)
         check_fit(spec, model=model, blobs=handed)
         rows = check_against(spec, model=model, owner=OWNER, records=self._earlier)
         if rows is not None:

@@ -10,7 +10,7 @@ import { problemBlock } from "/static/problem.js";
 
 // A job that waits behind those that the box shows is asked for by itself.
 const LOOK_AGAIN_MS = 1000;
-const PHASES = ["queued", "load", "forward", "cotangents", "replay", "samples"];
+const PHASES = ["queued", "load", "forward", "cotangents", "replay", "samples", "products"];
 
 /** Fill the dialog with a job and show it; follows the job until the dialog is closed. */
 export function showJob(id) {

@@ -168,7 +168,7 @@ function updateJob(row, job) {
     if (bar.value !== share) bar.value = share;
     set(bar, "aria-label", `Progress of ${job.name || words(job.computation)}`);
   }
-  const unit = progress?.phase === "samples" ? "samples" : "shards";
+  const unit = ["samples", "products"].includes(progress?.phase) ? progress.phase : "shards";
   say(part(".phase"), job.cancel_requested && runs ? "stopping" : progress ? `${progress.phase} ${progress.done} / ${progress.total} ${unit}` : runs ? "begins" : `${job.attempts ? "for another attempt, " : ""}${waits(job)}`);
   const left = progress?.seconds_left;
   say(part(".time"), runs && left ? duration(Math.ceil(left)) : "");
