@@ -28,6 +28,7 @@ PROGRAMS = [
         "training",
         "per_sample",
         "attribution",
+        "curvature",
         "gans",
         "local",
         "losses",
