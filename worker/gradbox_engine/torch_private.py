@@ -7,12 +7,13 @@ name for the same, the private one goes. `tests/house` looks for private names i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
+from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -34,6 +35,7 @@ __all__ = [
     "inside_transform",
     "is_traceable_wrapper_subclass",
     "looked_up",
+    "nodes_behind",
     "num_holders",
     "of_a_transform",
     "parameters_of",
@@ -185,22 +187,24 @@ def switch_gradients(enabled: bool) -> None:
     torch._C._set_grad_enabled(enabled)
 
 
+def nodes_behind(*tensors: Tensor) -> Iterator[Node]:
+    """Give the nodes of the graph behind some tensors, each once."""
+    pending, seen = [tensor.grad_fn for tensor in tensors], set()
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            pending += [following for following, _ in node.next_functions]
+
+
 def has_dead_end(*tensors: Tensor) -> bool:
     """Return whether the graph behind some tensors has a node that only raises, known by its name.
 
     autograd does not run such a node where it has nothing to hand on to: the derivative would be
     zero without an error.
     """
-    pending, seen = [tensor.grad_fn for tensor in tensors], set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node.name() == "torch::autograd::Error":
-            return True
-        pending.extend(following for following, _ in node.next_functions)
-    return False
+    return any(node.name() == "torch::autograd::Error" for node in nodes_behind(*tensors))
 
 
 def inside_transform() -> bool:

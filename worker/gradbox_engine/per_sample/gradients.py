@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge
 
 from gradbox_engine.model.precision import accumulation_dtype, fp16_scale
 from gradbox_engine.replay.replay import LARGEST, MOST_STEPS, STEP
-from gradbox_engine.torch_private import batched_gradients
+from gradbox_engine.torch_private import batched_gradients, nodes_behind
 
 Wanted = Sequence[GradientEdge] | Sequence[Tensor]
 
@@ -104,20 +104,10 @@ def asked_for(
     A custom Function runs where it is on the way to a leaf that is asked for, which a parameter
     that it adds to by itself need not be: where the graph holds one, all leaves are asked for.
     """
-    return leaves if len(wanted) < len(leaves) and _holds_custom_function(value) else wanted
-
-
-def _holds_custom_function(value: Tensor) -> bool:
-    left, seen = [value.grad_fn], set()
-    while left:
-        node = left.pop()
-        if node is None or node in seen:
-            continue
-        if isinstance(node, BackwardCFunction):
-            return True
-        seen.add(node)
-        left += [following for following, _ in node.next_functions]
-    return False
+    if len(wanted) == len(leaves):
+        return wanted
+    custom = any(isinstance(node, BackwardCFunction) for node in nodes_behind(value))
+    return leaves if custom else wanted
 
 
 def gradients_in_turn(

@@ -235,6 +235,8 @@ class Products:
             pulled = derivatives(z, self.parameters, probes, create_graph=True)
             if has_dead_end(*(gradient for gradient in pulled if gradient is not None)):
                 raise NotImplementedError("a backward marked once_differentiable")
+            if any(parameter.grad is not None for parameter in self.parameters):
+                raise NotImplementedError("a backward pass within a backward pass")
             tangents = [derivatives(pulled, probes, vector) for vector in self.vectors]
         stacked = _stacked([z, *tangents], z, dim=1)
         found = Stack.apply(self, z, stacked, *self.shifts.values())  # type: ignore[no-untyped-call]
