@@ -176,16 +176,16 @@ class Convolution(Term):
             image, other = left, _padded_to_positions(right, left, self.window)
         return _backward(image, other, self.window, self.window.groups, self.shape)
 
-    def two_sided(self, projection: TwoSided) -> Tensor:
+    def projected_factors(self, projection: TwoSided) -> Outer | None:
         if self.window.groups > 1 or self.window.transposed:
-            return super().two_sided(projection)
+            return None
         B, M = self.right.shape[:2]
         patches = _patches(self.right.flatten(0, 1), self.window).mT  # (B M, L, C ∏k)
         right = projection.of_columns(patches, self.parameter)
         right = right.reshape(B, M * right.shape[1], right.shape[2])
         left = self.left.flatten(4).transpose(3, 4).flatten(2, 3)  # (Y, B, M L, O)
         left, sizes = projection.of_rows(left, self.parameter), projection.sizes(self.shape)
-        return Outer(self.parameter, sizes, left, right).block()
+        return Outer(self.parameter, sizes, left, right)
 
 
 def _padded_to_positions(other: Tensor, image: Tensor, window: Geometry) -> Tensor:

@@ -204,11 +204,9 @@ class Outer(Term):
             return super().sketch(sketch)
         return projected.transpose(0, 1)
 
-    def two_sided(self, projection: TwoSided) -> Tensor:
+    def projected_factors(self, projection: TwoSided) -> Outer:
         of_left, of_right = projection.of_rows, projection.of_columns
         if self.transposed:
             of_left, of_right = of_right, of_left
         left, right = of_left(self.left, self.parameter), of_right(self.right, self.parameter)
-        small = Outer(self.parameter, projection.sizes(self.shape), left, right, self.transposed)
-        projected = small.block()
-        return projected if projected.isfinite().all() else super().two_sided(projection)
+        return Outer(self.parameter, projection.sizes(self.shape), left, right, self.transposed)

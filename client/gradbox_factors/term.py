@@ -196,8 +196,15 @@ class Term(ABC):
             total.index_add_(2, bucket.flatten(), slab * sign.flatten().to(slab.dtype))
         return total
 
+    def projected_factors(self, projection: TwoSided) -> Term | None:
+        """Return Qᵀ J P as an `Outer`, of projected factors; None where J has no such factors."""
+        return None
+
     def two_sided(self, projection: TwoSided) -> Tensor:
         """Return Qᵀ J P of J's rows and columns, shape (B, Y, r, c)."""
+        factors = self.projected_factors(projection)
+        if factors is not None and (projected := factors.block()).isfinite().all():
+            return projected
         r, c = projection.sizes(self.shape)
         total = self.rows(0, 0).new_zeros(self.samples, self.outputs, r, c)
         of_rows = projection.matrix(self.parameter, ROWS, self.num_rows, like=total)

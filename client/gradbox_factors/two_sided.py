@@ -2,8 +2,9 @@
 
 A parameter of shape (R, ...) is read as a matrix G of R rows and C columns, and becomes Qᵀ G P of
 r = min(dim, R) rows and c = min(dim, C) columns. A side that has at most `dim` entries stays as it
-is. Entries of Q and P are random signs over √r and √c, which a hash of (seed, parameter, side,
-index) draws, so that any machine computes them alike. With them
+is. Entries of Q and P are random signs over √r and √c, which a hash draws, of (seed, parameter,
+side, index), so that any machine computes them alike. Q is that of the parameter's module: a bias
+stays a column of its layer's matrix. With them
 
     E⟨QᵀGP, QᵀHP⟩ = ⟨G, H⟩,   Var ≤ (4/dim + 4/dim²) ‖G‖²‖H‖².
 
@@ -54,7 +55,8 @@ class TwoSided:
         """Return Q or P, (size, r or c), in the dtype of `like`; None where that side stays."""
         if size <= self.dim:
             return None
-        signs = _signs(self.dim, self.seed, parameter, side, size, like.device)
+        drawn_for = parameter.rpartition(".")[0] if side == ROWS else parameter
+        signs = _signs(self.dim, self.seed, drawn_for, side, size, like.device)
         return signs.to(like.dtype).div_(self.dim**0.5)
 
     def of_rows(self, x: Tensor, parameter: str) -> Tensor:
@@ -72,7 +74,7 @@ def _times(x: Tensor, matrix: Tensor | None) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _signs(
-    dim: int, seed: int, parameter: str, side: str, size: int, device: torch.device
+    dim: int, seed: int, drawn_for: str, side: str, size: int, device: torch.device
 ) -> Tensor:
     index = torch.arange(size, device=device)
-    return random_signs(mixed(step(index) + hash_key(seed, parameter, side)), dim).to(torch.int8)
+    return random_signs(mixed(step(index) + hash_key(seed, drawn_for, side)), dim).to(torch.int8)

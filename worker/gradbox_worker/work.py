@@ -8,10 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from gradbox.errors import JobTimedOut
-from gradbox.protocol import EstimateView, JobSpec, Problem, ResultView
+from gradbox.protocol import CurvatureView, EstimateView, JobSpec, Problem, ResultView
 
 if TYPE_CHECKING:  # a worker's parent process loads no NumPy
     from gradbox.results.result_files import HeldTensors
+
+
+@dataclass(frozen=True)
+class StoreAsRead:
+    """What a job reads of a store: its parts in their order, and what queries are multiplied by."""
+
+    parts: Sequence[Path]
+    columns: Mapping[str, int]  # numbers of a row by parameter
+    curvature: tuple[Path, CurvatureView] | None = None
 
 
 @dataclass(frozen=True)
@@ -27,7 +36,7 @@ class Work:
     result_path: Path  # written whole or not at all
     queued_s: float  # how long the job waited, for its receipt
     earlier_result: Path | None = None  # of the job it goes on from
-    store_parts: Sequence[Path] = ()  # of the store that it queries, in their order
+    store: StoreAsRead | None = None  # that it reads
     disk_reserve_bytes: int | None = None  # see `gradbox_service.store.Room`
     timed: bool = False  # whether the supervision hears of its phases
     not_split: str = ""  # why a job that asked for several devices runs on one
@@ -64,7 +73,15 @@ class StoredRows:
 
     store: str
     loss: str
-    num_columns: int
+    columns: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class StoredCurvature:
+    """Curvature for a store, which the result file has; its size is not known yet."""
+
+    store: str
+    view: CurvatureView
 
 
 @dataclass(frozen=True)
@@ -74,8 +91,8 @@ class Finished:
     Of a job in memory there is no file, and `tensors` are its result.
 
     Of a step, `step` is what its run's record takes; of a state that was saved, `saved_bytes` is
-    what its file takes; of rows for a store, `stored` is what its record takes. `estimate` is what
-    a job has found that was to estimate one.
+    what its file takes; of what is for a store, `stored` is what its record takes. `estimate` is
+    what a job has found that was to estimate one.
     """
 
     result: ResultView
@@ -83,7 +100,7 @@ class Finished:
     step: StepMade | None = None
     saved_bytes: int | None = None
     tensors: HeldTensors | None = None
-    stored: StoredRows | None = None
+    stored: StoredRows | StoredCurvature | None = None
     estimate: EstimateView | None = None
 
 

@@ -59,6 +59,7 @@ from gradbox.protocol.spec import PostedSpec as PostedSpec
 from gradbox.protocol.spec import SetLossSpec as SetLossSpec
 from gradbox.protocol.spec import StateSpec as StateSpec
 from gradbox.protocol.spec import StepSpec as StepSpec
+from gradbox.protocol.spec import StoreJobSpec as StoreJobSpec
 from gradbox.protocol.spec import names_in as names_in
 from gradbox.protocol.spec import parse_as as parse_as
 from gradbox.protocol.spec import parse_posted as parse_posted
@@ -81,9 +82,11 @@ from gradbox.protocol.spec_fields import TensorRef as TensorRef
 from gradbox.protocol.spec_fields import TracedFunction as TracedFunction
 from gradbox.protocol.stores import LAB as LAB
 from gradbox.protocol.stores import WHOLE as WHOLE
+from gradbox.protocol.stores import CurvatureView as CurvatureView
 from gradbox.protocol.stores import Grants as Grants
 from gradbox.protocol.stores import PartView as PartView
 from gradbox.protocol.stores import ProjectionSpec as ProjectionSpec
+from gradbox.protocol.stores import StoreFitSpec as StoreFitSpec
 from gradbox.protocol.stores import StoreList as StoreList
 from gradbox.protocol.stores import StoreQuerySpec as StoreQuerySpec
 from gradbox.protocol.stores import StoreRowsSpec as StoreRowsSpec

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from gradbox.protocol.stores import CurvatureView
 from gradbox.protocol.views import EstimateView, View
 
 
@@ -74,6 +75,7 @@ class Receipt(View):
     Of a step, `run` and `step` name it, `grad_norm` is ‖dL/dθ‖₂ before it was clipped, and `lr` the
     rates of the optimizer's groups. Of a job on a run's weights, `state_run` and `state_step` say
     which they were.
+    Of a job on a store, `curvature` is what it fitted, or what queries were multiplied by.
     `peak_memory_bytes` is the process's peak on a CPU (model included), the allocator's on CUDA.
     `estimate` is what was measured of the like of the job before, if that was kept.
     """
@@ -134,6 +136,7 @@ class Receipt(View):
     lr: list[float] | None = None
     state_run: str | None = None
     state_step: int | None = None
+    curvature: CurvatureView | None = None
     seconds: Seconds
     peak_memory_bytes: int
     memory_before_bytes: int

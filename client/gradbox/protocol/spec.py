@@ -48,7 +48,7 @@ from gradbox.protocol.spec_fields import (
     TracedFunction,
     Wire,
 )
-from gradbox.protocol.stores import StoreQuerySpec, StoreRowsSpec
+from gradbox.protocol.stores import StoreFitSpec, StoreQuerySpec, StoreRowsSpec
 
 Returned = Literal["grads", "input_grads", "outputs", "cotangents", "buffers"]
 Rate = Annotated[float, Field(ge=0), NUMBER]
@@ -226,7 +226,8 @@ JobSpec = Annotated[
     | HessianProductSpec
     | InverseHessianSpec
     | StoreRowsSpec
-    | StoreQuerySpec,
+    | StoreQuerySpec
+    | StoreFitSpec,
     Field(discriminator="computation"),
 ]
 
@@ -234,6 +235,7 @@ JOB_SPEC: Final[TypeAdapter[JobSpec]] = TypeAdapter(JobSpec)
 
 
 Posted = TypeVar("Posted", bound=BaseModel)
+StoreJobSpec = StoreRowsSpec | StoreQuerySpec | StoreFitSpec
 PostedSpec = JobSpec | CotangentGradientSpec | CotangentStepSpec
 
 
@@ -381,7 +383,7 @@ def names_in(value: object) -> Iterator[str]:
         yield value.against
     elif isinstance(value, StateRef) and value.save is not None:
         yield f"{value.run}/{value.save}"
-    if isinstance(value, StoreRowsSpec | StoreQuerySpec):
+    if isinstance(value, StoreJobSpec):
         yield value.store
     if isinstance(value, BaseModel):
         for name in type(value).model_fields:

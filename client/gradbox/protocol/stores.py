@@ -2,23 +2,36 @@
 
 Rows are appended by jobs (`StoreRowsSpec`), each of which leaves one part of the store, and read by
 jobs (`StoreQuerySpec`). What decides the numbers of a row is the store's: model, `wrt`, projection,
-seed, mode and precision. Its loss is that of the first rows.
+seed, mode and precision. Its loss is that of the first rows. Curvature is fitted by a job
+(`StoreFitSpec`), and lies beside the rows.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, Self
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, model_validator
+from pydantic_core import PydanticCustomError
 
 from gradbox.graphs.wire_form import NUMBER, Items
 from gradbox.protocol.options import Mode, Precision, Seed
 from gradbox.protocol.per_sample import MAX_DIM, PerSampleGradientSpec, ProjectionKind
 from gradbox.protocol.runs import Pattern
-from gradbox.protocol.spec_fields import PROTOCOL, ConstantRef, JobId, SaveName, StateRef, Wire
+from gradbox.protocol.spec_fields import (
+    PROTOCOL,
+    ConstantRef,
+    GraphLoss,
+    InputGroup,
+    JobId,
+    SaveName,
+    StateRef,
+    Wire,
+)
 from gradbox.protocol.views import View
 
 RowDtype = Literal["fp16", "bf16", "fp32"]
+CurvatureKind = Literal["kfac", "ekfac", "kernel"]
+Damping = Annotated[float, Field(ge=0), NUMBER]
 # Grants to everybody with a token.
 LAB: Final = "*"
 Grantee = Annotated[str, StringConstraints(min_length=1, max_length=200)]
@@ -67,13 +80,60 @@ class StoreRowsSpec(PerSampleGradientSpec, frozen=True):
 class StoreQuerySpec(PerSampleGradientSpec, frozen=True):
     """Scores ⟨row of a sample, row of the store⟩ for each sample: the `top` largest, or all.
 
-    With `unit_norm` both rows are scaled to norm 1 first.
+    With `precondition` the sample's row is multiplied by (H + λ)⁻¹ first, H being that curvature of
+    the store's and λ its `damping`, or this one. With `unit_norm` both rows are then scaled to
+    norm 1.
     """
 
     computation: Literal["store_query"]  # type: ignore[assignment]
     store: JobId
     top: Annotated[int, Field(ge=1, le=1_000_000), NUMBER] | None = None
     unit_norm: bool = False
+    precondition: CurvatureKind | None = None
+    damping: Damping | None = None
+
+
+class StoreFitSpec(PerSampleGradientSpec, frozen=True):
+    """Curvature H of a store's rows: of samples ("kfac", "ekfac"), or of the rows ("kernel").
+
+    `damping` is the λ that queries add to it; 0.1 of each block's mean eigenvalue without one.
+    """
+
+    computation: Literal["store_fit"]  # type: ignore[assignment]
+    store: JobId
+    curvature: CurvatureKind
+    damping: Damping | None = None
+    inputs: Annotated[Items[InputGroup], Field(max_length=1)] = []
+    loss: GraphLoss | None = None  # type: ignore[assignment]
+
+    @model_validator(mode="after")
+    def _of_samples_or_rows(self) -> Self:
+        of_rows = self.curvature == "kernel"
+        if of_rows != (not self.inputs) or of_rows != (self.loss is None):
+            expected = "no inputs and no loss" if of_rows else "inputs and a loss"
+            of = "the store's rows" if of_rows else "samples"
+            raise PydanticCustomError(
+                "fit",
+                "expected {expected} with '{kind}', which is the curvature of {of}, got others",
+                {"expected": expected, "kind": self.curvature, "of": of},
+            )
+        return self
+
+
+class CurvatureView(View):
+    """Curvature H that was fitted to a store, made of so many samples or rows.
+
+    `layers` are its blocks, each by its parameters; no block has the parameters of `left_out`, and
+    scores leave out their numbers. Queries add `damping` to it.
+    """
+
+    kind: CurvatureKind
+    job: JobId
+    num_samples: int
+    layers: list[list[str]]
+    left_out: list[str] = []
+    damping: float | None = None
+    size_bytes: int = 0
 
 
 class PartView(View):
@@ -88,6 +148,8 @@ class PartView(View):
 class StoreView(View):
     """One store. Its rows are those of `parts`, one behind the other.
 
+    `columns` says how many numbers of a row are of which parameter, in their order; a projection of
+    all together has the name "projection".
     `grants` are who may read it beside its owner, "*" for everybody; only the owner sees them.
     """
 
@@ -105,8 +167,10 @@ class StoreView(View):
     state: StateRef | None = None
     num_rows: int = 0
     num_columns: int | None = None
+    columns: dict[str, int] = {}
     ids: Literal["int", "str"] | None = None
     parts: list[PartView] = []
+    curvature: list[CurvatureView] = []
     size_bytes: int = 0
     created_s: float
     used_s: float

@@ -1,10 +1,10 @@
-"""The jobs of a store: rows that are appended to it, and queries."""
+"""The jobs of a store: rows that are appended to it, queries, and curvature."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypedDict
+from dataclasses import dataclass, field
+from typing import Any, Final, TypedDict
 
 import numpy as np
 
@@ -12,7 +12,14 @@ from gradbox.computations import PerSampleGradient
 from gradbox.computations.computation import Submission, checked
 from gradbox.errors import InvalidInputs
 from gradbox.inputs.uploads import KnownTensors, Uploads
-from gradbox.protocol import WHOLE, StoreQuerySpec, StoreRowsSpec, StoreView
+from gradbox.protocol import (
+    WHOLE,
+    StoreFitSpec,
+    StoreJobSpec,
+    StoreQuerySpec,
+    StoreRowsSpec,
+    StoreView,
+)
 from gradbox.protocol.options import Priority, Timeout
 
 Id = int | str
@@ -31,50 +38,47 @@ class StoreJobKeywords(TypedDict, total=False):
     name: str
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class StoreRows(PerSampleGradient):
-    """Rows that are appended to a store, one for each sample, named by `ids`."""
-
-    store: StoreView
-    ids: Sequence[Id]
-
-    def prepare(self, known: KnownTensors | None = None) -> Submission:
-        uploads = Uploads(known)
-        named = uploads.named(id_arrays(self.ids), where="ids")
-        fields = _fields(self, self.store, uploads) | {
-            "computation": "store_rows",
-            "row_dtype": self.store.dtype,
-            "ids": named["ids"],
-            "id_ends": named.get("ends"),
-        }
-        return Submission.of(
-            checked(StoreRowsSpec, **fields), uploads, path=f"/v1/stores/{self.store.id}/rows"
-        )
+# By the kind of a job: what the spec calls it, and where below its store it is posted.
+KINDS: Final[Mapping[type[StoreJobSpec], tuple[str, str]]] = {
+    StoreRowsSpec: ("store_rows", "rows"),
+    StoreQuerySpec: ("store_query", "queries"),
+    StoreFitSpec: ("store_fit", "curvature"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class StoreQuery(PerSampleGradient):
-    """Scores of samples with the rows of a store."""
+class StoreJob(PerSampleGradient):
+    """A job of samples on a store: rows to append, with their `ids`, queries, or curvature.
+
+    `own` are the fields that only its kind of spec has.
+    """
 
     store: StoreView
-    top: int | None
-    unit_norm: bool
+    spec: type[StoreJobSpec]
+    ids: Sequence[Id] | None = None
+    own: Mapping[str, Any] = field(default_factory=dict)
 
     def prepare(self, known: KnownTensors | None = None) -> Submission:
         uploads = Uploads(known)
-        fields = _fields(self, self.store, uploads) | {
-            "computation": "store_query",
-            "top": self.top,
-            "unit_norm": self.unit_norm,
-        }
-        return Submission.of(
-            checked(StoreQuerySpec, **fields), uploads, path=f"/v1/stores/{self.store.id}/queries"
-        )
+        fields = self.spec_fields(uploads) | fields_of(self.store, self.spec) | dict(self.own)
+        if self.ids is not None:
+            named = uploads.named(id_arrays(self.ids), where="ids")
+            fields |= {"ids": named["ids"], "id_ends": named.get("ends")}
+        spec = checked(self.spec, **fields)
+        return Submission.of(spec, uploads, path=path_of(self.store, self.spec))
 
 
-def _fields(computation: PerSampleGradient, store: StoreView, uploads: Uploads) -> dict[str, Any]:
+def path_of(store: StoreView, spec: type[StoreJobSpec]) -> str:
+    """Return where a job on a store is posted."""
+    return f"/v1/stores/{store.id}/{KINDS[spec][1]}"
+
+
+def fields_of(store: StoreView, spec: type[StoreJobSpec]) -> dict[str, Any]:
+    """Return the fields of a job's spec that its kind and its store decide."""
     projection = store.projection or WHOLE
-    return computation.spec_fields(uploads) | {
+    of_rows = {"row_dtype": store.dtype} if spec is StoreRowsSpec else {}
+    return of_rows | {
+        "computation": KINDS[spec][0],
         "store": store.id,
         "model": f"{store.model}@{store.model_version}",
         "wrt": store.wrt,

@@ -7,11 +7,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
 
-from gradbox.errors import InvalidInputs, ProtocolError
-from gradbox.protocol import LAB, Grants, StoreView
+from gradbox.computations.computation import checked
+from gradbox.errors import InvalidInputs
+from gradbox.protocol import (
+    LAB,
+    CurvatureView,
+    Grants,
+    StoreFitSpec,
+    StoreJobSpec,
+    StoreQuerySpec,
+    StoreRowsSpec,
+    StoreView,
+)
+from gradbox.protocol.stores import CurvatureKind
 from gradbox.results.result import GradResult, Tensors
 from gradbox.runs.run import RunClient
-from gradbox.stores.jobs import Id, StoreJobKeywords, StoreQuery, StoreRows
+from gradbox.stores.jobs import Id, StoreJob, StoreJobKeywords, fields_of, path_of
 from gradbox.stores.rows import RowMatrix, ids_in
 
 
@@ -100,10 +111,7 @@ class GradStore:
             StoreNotFound: the store was deleted, or is not this user's.
             JobFailed, JobCancelled, ServiceUnavailable: as for `Job.result`.
         """
-        rows = StoreRows(
-            model=self._view.model, inputs=inputs, loss=loss, store=self._view, ids=ids, **options
-        )
-        result = self._client.run(rows, progress=progress)
+        result = self._run(StoreRowsSpec, inputs, loss, progress, ids=ids, **options)
         self.refresh()
         return result
 
@@ -114,6 +122,8 @@ class GradStore:
         loss: Callable[..., Any],
         top: int = 10,
         unit_norm: bool = False,
+        precondition: CurvatureKind | None = None,
+        damping: float | None = None,
         progress: bool | None = None,
         **options: Unpack[StoreJobKeywords],
     ) -> Hits:
@@ -124,15 +134,20 @@ class GradStore:
             loss: of the shape (Q,).
             top: how many rows for each query.
             unit_norm: whether both rows are scaled to norm 1: cosines.
+            precondition: a curvature H that was fitted: the query's row is multiplied by (H + λ)⁻¹,
+                before it is scaled.
+            damping: λ, by default that of the fit.
             progress: as for `Job.wait`.
             options: as for `add`.
 
         Raises:
-            InvalidJob: the store has no rows.
+            InvalidJob: the store has no rows, or no such curvature.
             StoreNotFound: the store was deleted, or may not be read any more.
             JobFailed, JobCancelled, ServiceUnavailable: as for `Job.result`.
         """
-        result = self._queried(inputs, loss, top, unit_norm, progress, options)
+        own: dict[str, Any] = {"unit_norm": unit_norm, "precondition": precondition}
+        own |= {"damping": damping, "top": top}
+        result = self._run(StoreQuerySpec, inputs, loss, progress, own=own, **options)
         found = Tensors(result._file, "samples")
         num_hits = found["rows"].shape[1]
         ids = ids_in(result._file)
@@ -150,12 +165,64 @@ class GradStore:
         inputs: Any,
         loss: Callable[..., Any],
         unit_norm: bool = False,
+        precondition: CurvatureKind | None = None,
+        damping: float | None = None,
         progress: bool | None = None,
         **options: Unpack[StoreJobKeywords],
     ) -> Any:
         """Return ⟨row of a query, row⟩ for all rows, (Q, N); as for `query`."""
-        result = self._queried(inputs, loss, None, unit_norm, progress, options)
+        own = {"unit_norm": unit_norm, "precondition": precondition, "damping": damping}
+        result = self._run(StoreQuerySpec, inputs, loss, progress, own=own, **options)
         return Tensors(result._file, "samples")["scores"]
+
+    def fit(
+        self,
+        kind: CurvatureKind,
+        *,
+        inputs: Any = None,
+        loss: Callable[..., Any] | None = None,
+        damping: float | None = None,
+        progress: bool | None = None,
+        **options: Unpack[StoreJobKeywords],
+    ) -> CurvatureView:
+        """Keep curvature H with the store, for queries; in place of an earlier one of its kind.
+
+            store.fit("ekfac", inputs=sample, loss=loss, loss_inputs={"labels": labels})
+            store.query(inputs=test, loss=loss, precondition="ekfac")
+
+        Args:
+            kind: "kfac" or "ekfac", of samples: by layers, linear and convolution; others are left
+                out by name. They need whole rows or `PerLayer`. "kernel" is TRAK's, ΦᵀΦ/N of the
+                store's rows, by parameters where these have more than 8192 numbers.
+            inputs: shards of samples; none for "kernel".
+            loss: of the shape (B,), likewise.
+            damping: what queries add to H; by default 0.1 of the mean eigenvalue of each block.
+            progress: as for `Job.wait`.
+            options: as for `add`.
+
+        Returns:
+            What was fitted, as `curvature` has it.
+
+        Raises:
+            InvalidJob: the store's rows have no such curvature.
+            StoreNotFound: the store was deleted, or is not this user's.
+            JobFailed, JobCancelled, ServiceUnavailable: as for `Job.result`.
+        """
+        own = {"curvature": kind, "damping": damping}
+        if inputs is None and loss is None:
+            fields = {**fields_of(self._view, StoreFitSpec), **own, **options}
+            spec = checked(StoreFitSpec, **fields).model_dump_json(exclude_defaults=True)
+            path = path_of(self._view, StoreFitSpec)
+            self._client.ask("POST", path, spec.encode()).result(progress=progress)
+        else:
+            self._run(StoreFitSpec, inputs, loss, progress, own=own, **options)
+        self.refresh()
+        return self.curvature[kind]
+
+    @property
+    def curvature(self) -> dict[str, CurvatureView]:
+        """What was fitted, by kind: its layers, what it leaves out, of how many samples."""
+        return {found.kind: found for found in self._view.curvature}
 
     @property
     def rows(self) -> RowMatrix:
@@ -197,28 +264,17 @@ class GradStore:
         ask, grants = self._client.connection.ask, Grants(grants=sorted(people))
         self._view = ask(StoreView, "PUT", self._path("/grants"), grants)
 
-    def _queried(
+    def _run(
         self,
+        spec: type[StoreJobSpec],
         inputs: Any,
-        loss: Callable[..., Any],
-        top: int | None,
-        unit_norm: bool,
+        loss: Any,
         progress: bool | None,
-        options: StoreJobKeywords,
+        **given: Any,
     ) -> GradResult:
-        query = StoreQuery(
-            model=self._view.model,
-            inputs=inputs,
-            loss=loss,
-            store=self._view,
-            top=top,
-            unit_norm=unit_norm,
-            **options,
-        )
-        result = self._client.run(query, progress=progress)
-        if "samples/scores" not in result._file.names:
-            raise ProtocolError("expected the scores of a query, got another result")
-        return result
+        view = self._view
+        job = StoreJob(model=view.model, inputs=inputs, loss=loss, store=view, spec=spec, **given)
+        return self._client.run(job, progress=progress)
 
     def _path(self, below: str = "") -> str:
         return f"/v1/stores/{self.id}{below}"

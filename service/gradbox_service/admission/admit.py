@@ -21,6 +21,7 @@ from gradbox.protocol import (
     SharedSpec,
     StateSpec,
     StepSpec,
+    StoreFitSpec,
     StoreQuerySpec,
     StoreRowsSpec,
 )
@@ -50,6 +51,7 @@ OWN: Final[Mapping[type[SharedSpec], Check]] = {
     JacobianSpec: per_sample.check_jacobian,
     StoreRowsSpec: per_sample.check_gradient,
     StoreQuerySpec: per_sample.check_gradient,
+    StoreFitSpec: per_sample.check_fit,
     MixedGradientSpec: mixed_gradient.check,
     HessianProductSpec: gradient.check_products,
     InverseHessianSpec: gradient.check_products,

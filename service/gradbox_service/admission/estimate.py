@@ -19,8 +19,7 @@ from gradbox.protocol import (
     ModelView,
     ShardRef,
     StateSpec,
-    StoreQuerySpec,
-    StoreRowsSpec,
+    StoreJobSpec,
     TensorRef,
 )
 from gradbox_service.admission.tensors import TensorHeaders
@@ -46,8 +45,9 @@ def may_be_estimated(spec: JobSpec) -> bool:
         InvalidJob: it is not, and is to be estimated all the same.
     """
     loss = getattr(spec, "loss", None)
-    others = StateSpec | StoreRowsSpec | StoreQuerySpec | HessianProductSpec
-    is_other = isinstance(spec, others) or isinstance(loss, CotangentsLoss)
+    is_other = isinstance(spec, StateSpec | StoreJobSpec | HessianProductSpec) or isinstance(
+        loss, CotangentsLoss
+    )
     if spec.estimate and is_other:
         raise InvalidJob(
             "estimate: expected a computation with its loss, got one at cotangents, a curvature's, "

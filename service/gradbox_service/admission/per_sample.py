@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from gradbox.errors import InvalidInputs
 from gradbox.graphs.check import check_graph
-from gradbox.protocol import JacobianSpec, ModelView, PerSampleGradientSpec, TensorRef
+from gradbox.protocol import (
+    JacobianSpec,
+    ModelView,
+    PerSampleGradientSpec,
+    StoreFitSpec,
+    TensorRef,
+)
 from gradbox_service.admission.parameters import check_names, check_shapes
 from gradbox_service.admission.tensors import TensorHeaders, references
 
@@ -32,6 +38,12 @@ def check_gradient(
             f"per-sample gradients are those of the model's parameters; detach it"
         )
     check_names(spec.wrt, model=model)
+
+
+def check_fit(spec: StoreFitSpec, *, model: ModelView, tensors: TensorHeaders) -> None:
+    """Check the job as `check_gradient` does, if it is of samples."""
+    if spec.loss is not None:
+        check_gradient(spec, model=model, tensors=tensors)
 
 
 def check_jacobian(spec: JacobianSpec, *, model: ModelView, tensors: TensorHeaders) -> None:

@@ -32,8 +32,7 @@ from gradbox.protocol import (
     SetLossSpec,
     StateSpec,
     StepSpec,
-    StoreQuerySpec,
-    StoreRowsSpec,
+    StoreJobSpec,
     parse_posted,
     spec_digest,
 )
@@ -161,14 +160,12 @@ def post(body: bytes, sent: Sent, *, at: Admission) -> JobRecord:
     """
     check_values(body, settings=at.settings)
     posted = parse_posted(body)
-    if isinstance(
-        posted, StepSpec | CotangentStepSpec | StateSpec | StoreRowsSpec | StoreQuerySpec
-    ):
+    if isinstance(posted, StepSpec | CotangentStepSpec | StateSpec | StoreJobSpec):
         raise InvalidJob(
             f"computation: expected one that is posted here, got {posted.computation!r}: steps of "
             f"a run go to POST /v1/runs/ID/steps/NUMBER, and states are asked for by "
-            f"GET /v1/runs/ID/weights and POST /v1/runs/ID/saves; rows and queries of a store go "
-            f"to POST /v1/stores/ID/rows and /queries"
+            f"GET /v1/runs/ID/weights and POST /v1/runs/ID/saves; what is done with a store goes "
+            f"to POST /v1/stores/ID/rows, /queries and /curvature"
         )
     check_limits(posted, caller=sent.caller, settings=at.settings)
     if isinstance(posted, CotangentGradientSpec):

@@ -1,17 +1,18 @@
-"""Stores that are made, and the jobs that append rows to them and query them."""
+"""Stores that are made, and the jobs that append rows to them, query them and fit curvature."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from typing import Any
+from typing import Any, Literal
 
 from safetensors.numpy import load
 
 from gradbox.errors import InvalidJob, StoreConflict, StoreNotFound
 from gradbox.protocol import (
     WHOLE,
-    JobSpec,
+    StoreFitSpec,
+    StoreJobSpec,
     StoreQuerySpec,
     StoreRowsSpec,
     StoreSpec,
@@ -32,6 +33,8 @@ from gradbox_service.jobs import JobRecord
 from gradbox_service.runs.states import settled
 from gradbox_service.stores.ids import check_new, ids_of
 from gradbox_service.stores.record import StoreRecord, check_loss
+
+StoreJob = Literal["store_rows", "store_query", "store_fit"]
 
 
 def make_store(body: bytes, *, sent: Sent, at: Admission) -> StoreRecord:
@@ -68,44 +71,37 @@ def make_store(body: bytes, *, sent: Sent, at: Admission) -> StoreRecord:
     return found
 
 
-def append_rows(body: bytes, store_id: str, *, sent: Sent, at: Admission) -> JobRecord:
-    """Queue a job that appends rows to a store.
+def post_on_store(
+    body: bytes, store_id: str, computation: StoreJob, *, sent: Sent, at: Admission
+) -> JobRecord:
+    """Queue a job that appends rows to a store, compares rows with its own, or fits curvature.
 
     Raises:
-        StoreNotFound: the caller has no such store.
+        StoreNotFound: the caller has no such store, or may not read it.
         InvalidInputs: an id comes twice, or is in the store already.
-        InvalidJob: the body is no such job.
+        InvalidJob: the body is no such job, or the store has not what it needs.
         GradboxError: see `queue`.
     """
-    store = visible(store_id, caller=sent.caller, box=at.box, to_write=True)
-    spec = _posted(body, store, "store_rows", at=at)
-    assert isinstance(spec, StoreRowsSpec)
+    reads = computation == "store_query"
+    store = visible(store_id, caller=sent.caller, box=at.box, to_write=not reads)
+    spec = _posted(body, store, computation, at=at)
     check_limits(spec, caller=sent.caller, settings=at.settings)
     digest = spec_digest(spec)
 
     def queued() -> JobRecord:
-        check_loss(spec_digest(spec.loss), store)
-        _check_ids(spec, store, sent=sent, box=at.box)
+        match spec:
+            case StoreRowsSpec():
+                check_loss(spec_digest(spec.loss), store)
+                _check_ids(spec, store, sent=sent, box=at.box)
+            case StoreQuerySpec():
+                _check_has_rows(store)
+                _check_fitted(spec.precondition, store)
+                at.box.stores.change(store.id, lambda record: record.used(now_s=time.time()))
+            case StoreFitSpec():
+                _check_may_be_fitted(spec, store)
         return queue(spec, digest=digest, sent=sent, at=at)
 
     return unless_posted(queued, digest=digest, sent=sent, at=at)
-
-
-def query_store(body: bytes, store_id: str, *, sent: Sent, at: Admission) -> JobRecord:
-    """Queue a job that compares rows with those of a store.
-
-    Raises:
-        StoreNotFound: there is no such store, or the caller may not read it.
-        InvalidJob: the body is no such job, or the store has no rows.
-        GradboxError: see `queue`.
-    """
-    store = visible(store_id, caller=sent.caller, box=at.box)
-    spec = _posted(body, store, "store_query", at=at)
-    check_limits(spec, caller=sent.caller, settings=at.settings)
-    if not store.parts:
-        raise InvalidJob(f"store {store.spec.name!r} has no rows yet: append some (store.add)")
-    at.box.stores.change(store.id, lambda record: record.used(now_s=time.time()))
-    return queue(spec, sent=sent, at=at)
 
 
 def visible(
@@ -143,7 +139,9 @@ def listed(*, caller: TokenInfo, box: Backing, name: str | None) -> list[StoreVi
     ]
 
 
-def _posted(body: bytes, store: StoreRecord, computation: str, *, at: Admission) -> JobSpec:
+def _posted(
+    body: bytes, store: StoreRecord, computation: str, *, at: Admission
+) -> StoreRowsSpec | StoreQuerySpec | StoreFitSpec:
     """Read a job on a store, with what the store says of it filled in.
 
     Raises:
@@ -177,8 +175,44 @@ def _posted(body: bytes, store: StoreRecord, computation: str, *, at: Admission)
     if computation == "store_rows":
         whole["row_dtype"] = spec.dtype
     posted = parse_posted(whole)
-    assert isinstance(posted, StoreRowsSpec | StoreQuerySpec)
+    assert isinstance(posted, StoreJobSpec)
     return posted
+
+
+def _check_has_rows(store: StoreRecord) -> None:
+    """Raises:
+    InvalidJob: the store has none.
+    """
+    if not store.parts:
+        raise InvalidJob(f"store {store.spec.name!r} has no rows yet: append some (store.add)")
+
+
+def _check_fitted(kind: str | None, store: StoreRecord) -> None:
+    """Raises:
+    InvalidJob: the store has no curvature of that kind.
+    """
+    if kind is not None and store.curvature_of(kind) is None:
+        there = ", ".join(one.kind for one in store.curvature) or "none"
+        raise InvalidJob(
+            f"precondition: store {store.spec.name!r} has no {kind!r} (but {there}): its owner "
+            f"fits it with store.fit({kind!r}, …)"
+        )
+
+
+def _check_may_be_fitted(spec: StoreFitSpec, store: StoreRecord) -> None:
+    """Raises:
+    InvalidJob: the store's rows have no curvature of that kind.
+    """
+    if spec.curvature == "kernel":
+        _check_has_rows(store)
+        return
+    projection = store.spec.projection or WHOLE
+    if projection.kind != "per_layer":
+        raise InvalidJob(
+            f"{spec.curvature!r} acts on layers, but the rows of store {store.spec.name!r} are a "
+            f"{projection.kind!r} of all layers together: fit 'kernel', or make a store with "
+            f"projection=PerLayer(dim) or None"
+        )
 
 
 def _check_ids(spec: StoreRowsSpec, store: StoreRecord, *, sent: Sent, box: Backing) -> None:

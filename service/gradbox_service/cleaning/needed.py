@@ -37,7 +37,7 @@ MAX_JOBS: Final = 2000
 ENDS: Final = frozenset(
     {
         "gradient", "hessian_product", "inverse_hessian", "mixed_gradient", "state", "step",
-        "store_rows", "store_query",
+        "store_fit", "store_query", "store_rows",
     }
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The files of stores, DATA/stores/ID/JOB.safetensors: the result file of each job that appended.
+"""The files of stores, DATA/stores/ID/JOB.safetensors: the results of jobs that appended or fitted.
 
 A file is there before its store's record speaks of it, by a hard link to the job's result.
 """
@@ -17,7 +17,7 @@ class StoreFiles(OwnedFolders[StoreRecord]):
     """The folders of all stores of a box."""
 
     def path(self, store_id: str, job: str) -> Path:
-        """Return where the rows are that a job appended."""
+        """Return where the rows are that a job appended, or the curvature that it fitted."""
         return self._folder / store_id / f"{job}.safetensors"
 
     def paths(self, store: StoreRecord) -> list[Path]:
@@ -25,7 +25,7 @@ class StoreFiles(OwnedFolders[StoreRecord]):
         return [self.path(store.id, part.job) for part in store.parts]
 
     def keep(self, store_id: str, job: str, result: Path) -> None:
-        """Keep a job's result as a part of a store.
+        """Keep a job's result as a file of a store.
 
         Raises:
             OSError: the result is gone, or its file system has no hard links.
@@ -36,4 +36,4 @@ class StoreFiles(OwnedFolders[StoreRecord]):
         os.link(result, path)
 
     def _is_left_behind(self, path: Path, record: StoreRecord) -> bool:
-        return path.stem not in {part.job for part in record.parts}
+        return path.stem not in record.files

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from gradbox.errors import InvalidInputs
-from gradbox.protocol import LAB, PartView, StoreSpec, StoreView
+from gradbox.protocol import LAB, CurvatureView, PartView, StoreSpec, StoreView
 from gradbox_service.database.owned import OwnedRecord
 
 
@@ -18,7 +18,6 @@ class StorePart:
     # The job, by which the file is named.
     job: str
     num_rows: int
-    num_columns: int
     size_bytes: int
     sha256: str
     ids: Literal["int", "str"]
@@ -36,6 +35,10 @@ class StoreRecord(OwnedRecord):
     # The digest of the loss that the first rows were made by; "" before there are any.
     loss: str = ""
     parts: tuple[StorePart, ...] = ()
+    # How many numbers of a row are of which parameter, since the first rows.
+    columns: Mapping[str, int] = field(default_factory=dict)
+    # One of a kind.
+    curvature: tuple[CurvatureView, ...] = ()
     # Who may read it beside its owner; LAB is everybody.
     grants: tuple[str, ...] = ()
 
@@ -46,7 +49,13 @@ class StoreRecord(OwnedRecord):
     @property
     def kept_bytes(self) -> int:
         """What its files take."""
-        return sum(part.size_bytes for part in self.parts)
+        return sum(self.files.values())
+
+    @property
+    def files(self) -> Mapping[str, int]:
+        """What each file takes, by the job that it is named by."""
+        of_rows = {part.job: part.size_bytes for part in self.parts}
+        return of_rows | {one.job: one.size_bytes for one in self.curvature}
 
     @property
     def full_model(self) -> str:
@@ -57,9 +66,21 @@ class StoreRecord(OwnedRecord):
         """Return whether somebody may query it."""
         return caller == self.owner or caller in self.grants or LAB in self.grants
 
-    def with_part(self, part: StorePart, *, loss: str, now_s: float) -> StoreRecord:
+    def with_part(
+        self, part: StorePart, *, loss: str, columns: Mapping[str, int], now_s: float
+    ) -> StoreRecord:
         """Add rows behind those that there are."""
-        return replace(self, parts=(*self.parts, part), loss=loss, used_s=now_s)
+        parts = (*self.parts, part)
+        return replace(self, parts=parts, loss=loss, columns=dict(columns), used_s=now_s)
+
+    def fitted(self, curvature: CurvatureView, *, now_s: float) -> StoreRecord:
+        """Add curvature in place of the one of its kind."""
+        others = [one for one in self.curvature if one.kind != curvature.kind]
+        return replace(self, curvature=(*others, curvature), used_s=now_s)
+
+    def curvature_of(self, kind: str) -> CurvatureView | None:
+        """Return the curvature of a kind."""
+        return next((one for one in self.curvature if one.kind == kind), None)
 
     def used(self, *, now_s: float) -> StoreRecord:
         """Note that it is used now."""
@@ -76,7 +97,7 @@ class StoreRecord(OwnedRecord):
         return StoreView(
             **shown | {name: getattr(self, name) for name in _SHOWN},
             num_rows=self.num_rows,
-            num_columns=None if first is None else first.num_columns,
+            num_columns=sum(self.columns.values()) or None,
             ids=None if first is None else first.ids,
             parts=[PartView.model_validate(part, from_attributes=True) for part in self.parts],
             size_bytes=self.kept_bytes,
@@ -85,7 +106,7 @@ class StoreRecord(OwnedRecord):
 
 
 # What the wire calls as the record and its spec do.
-_SHOWN = {"id", "owner", "model", "model_version", "created_s", "used_s"}
+_SHOWN = {*("id", "owner", "model", "model_version", "created_s", "used_s", "columns", "curvature")}
 _SHOWN_OF_SPEC = StoreView.model_fields.keys() & StoreSpec.model_fields.keys() - _SHOWN
 
 

@@ -32,17 +32,17 @@ class Stores(OwnedRecords[StoreRecord]):
         return self.keep(store, under=_name_key(store))
 
     def adding(self, store_id: str, added: Callable[[StoreRecord], StoreRecord]) -> Beside:
-        """Return what is written with the end of a job that has appended rows.
+        """Return what is written with the end of a job that has made a file of a store.
 
         Args:
-            added: returns the record with the rows, or raises where they cannot be added.
+            added: returns the record with the file, or raises where it cannot be added.
 
         Raises:
             StoreNotFound: the store was deleted.
         """
         before, text = self._read(store_id)
         if before is None:
-            raise StoreNotFound(f"store {store_id} was deleted while rows of it were made")
+            raise StoreNotFound(f"store {store_id} was deleted while a job wrote to it")
         return self._put(before, added(before), read=text)
 
     def _keys_beside(self, record: StoreRecord) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""Per-sample gradients and Jacobians of a list of shards: the two entry points.
+"""Per-sample gradients and Jacobians of a list of shards: the entry points.
 
     g_b   = dℓ_b/dθ,      ℓ = loss(z, **loss_inputs) of shape (B,), entry b of sample b alone
     J_by  = dz_by/dθ,     z of shape (B, ...), its further dims flattened to Y
@@ -27,6 +27,7 @@ from gradbox_engine.per_sample.job import BUDGET_BYTES, PerSampleJob
 from gradbox_engine.per_sample.pieces import Sink
 from gradbox_engine.per_sample.planned_model import PlannedModel
 from gradbox_engine.per_sample.planning.model import callable_model
+from gradbox_engine.per_sample.reductions import Collector
 from gradbox_engine.per_sample.request import (
     Form,
     GradientReduction,
@@ -158,6 +159,22 @@ def jacobian(
     return _run(model, inputs, request, None, {}, seed=seed, **setting)
 
 
+def collect(
+    model: nn.Module,
+    inputs: Sequence[Shard],
+    loss: Callable[..., Tensor],
+    collector: Collector,
+    *,
+    loss_inputs: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    **setting: Unpack[Setting],
+) -> SampleResult:
+    """Give the terms of dℓ_b/dθ to a collector, shard after shard; as `per_sample_gradient`."""
+    request = Request("projection", "dense", dim=1)  # which is not read: the collector is given
+    given = loss_inputs or {}
+    return _run(model, inputs, request, loss, given, seed=seed, collector=collector, **setting)
+
+
 def _run(
     model: nn.Module,
     inputs: Sequence[Shard],
@@ -172,6 +189,7 @@ def _run(
     check_number: float = 0.0,
     budget_bytes: int = BUDGET_BYTES,
     sink: Sink | None = None,
+    collector: Collector | None = None,
     **setting: Any,
 ) -> SampleResult:
     """Run a job, and before it one that keeps the factors of other shards, where there are some."""
@@ -184,7 +202,7 @@ def _run(
         planned = PlannedModel(ready, check_number)
         job = partial(PerSampleJob, planned, loss=loss, budget_bytes=budget_bytes)
         own = [Position(0, shard) for shard in range(len(inputs))]
-        of_own = partial(job, own, loss_inputs=loss_inputs, sink=sink)
+        of_own = partial(job, own, loss_inputs=loss_inputs, sink=sink, collector=collector)
         if others is None:
             found = of_own(request, observer=observer, checkpoints=checkpoints).run()
             observer.step("samples", found.samples, found.samples)

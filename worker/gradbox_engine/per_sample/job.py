@@ -135,12 +135,14 @@ class PerSampleJob:
         checkpoints: Checkpoints | None = None,
         budget_bytes: int = BUDGET_BYTES,
         sink: Sink | None = None,
+        collector: Collector | None = None,
     ) -> None:
         """Count the samples.
 
         Args:
             loss: whose rows are wanted; without one those of z.
             by_sample: the loss inputs that have one row a sample; by default those of so many rows.
+            collector: takes the terms in place of what the request asks for.
 
         Raises:
             BadReduction: a sink for what is not dense, or rows by other parameters.
@@ -162,7 +164,7 @@ class PerSampleJob:
         self._head: Callable[..., Tensor] = rows_of
         if loss is not None:
             self._head = SampleLoss(loss, loss_inputs or {}, self._counts, by_sample=by_sample)
-        self._collector = self._new_collector()
+        self._collector = collector or self._new_collector()
         self._facts = ResultFacts(set() if request.reduce == "vjp" else set(model.parameters))
 
     def run(self) -> SampleResult:

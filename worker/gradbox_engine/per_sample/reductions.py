@@ -230,8 +230,8 @@ def tangents_of(vectors: Any, parameters: Mapping[str, Tensor]) -> dict[str, Ten
     return tangents
 
 
-class _Sums(Collector):
-    """Sums over samples by parameter, made in float32 or wider."""
+class SampleSums(Collector):
+    """Sums over samples by name, made in float32 or wider; a parameter's end in its dtype."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters = parameters
@@ -250,10 +250,11 @@ class _Sums(Collector):
         self._totals = dict(found.tensors)
 
     def result(self, *, one_output: bool) -> dict[str, Any]:
-        return {"arrays": {n: x.to(self._parameters[n].dtype) for n, x in self._totals.items()}}
+        dtypes = {name: parameter.dtype for name, parameter in self._parameters.items()}
+        return {"arrays": {n: x.to(dtypes.get(n, x.dtype)) for n, x in self._totals.items()}}
 
 
-class ClippedSum(_Sums):
+class ClippedSum(SampleSums):
     """Σ_b g_b · min(1, clip/‖g_b‖) by parameter."""
 
     def __init__(self, clip: float, parameters: Mapping[str, Tensor]) -> None:
@@ -283,7 +284,7 @@ class ClippedSum(_Sums):
         return {**super().result(one_output=one_output), "parameter_norms": {"": norms}}
 
 
-class PulledBack(_Sums):
+class PulledBack(SampleSums):
     """Jᵀ u by parameter, of gradients and not of terms; with rows J' of another job J' Jᵀ u."""
 
     def __init__(self, parameters: Mapping[str, Tensor], against: Factored | None) -> None:

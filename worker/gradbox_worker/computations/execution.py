@@ -26,6 +26,7 @@ from gradbox.protocol import (
     SharedSpec,
     StateSpec,
     StepSpec,
+    StoreFitSpec,
     StoreQuerySpec,
     StoreRowsSpec,
 )
@@ -90,6 +91,7 @@ COMPUTATIONS: Final[Mapping[type[SharedSpec], Compute]] = {
     StateSpec: state.compute,
     StoreRowsSpec: stores.compute_rows,
     StoreQuerySpec: stores.compute_query,
+    StoreFitSpec: stores.compute_fit,
 }
 
 
@@ -279,8 +281,8 @@ class Execution:
             return ResultInMemory()
         path = self.work.result_path
         room = Room(path.parent, self.work.disk_reserve_bytes)
-        is_part = isinstance(self.work.spec, StoreRowsSpec)  # a file of the store
-        small_bytes = SMALL_BYTES if self.small_results and not is_part else 0
+        is_kept = isinstance(self.work.spec, StoreRowsSpec | StoreFitSpec)  # a file of the store
+        small_bytes = SMALL_BYTES if self.small_results and not is_kept else 0
         return ResultOnDisk(path, room=room, small_bytes=small_bytes)
 
     @contextmanager

@@ -23,7 +23,7 @@ from gradbox_worker.files.blob_tensors import BlobTensors
 from gradbox_worker.files.rounded_gradients import RoundedGradients, widened_weights
 from gradbox_worker.models.registry import Loaded
 from gradbox_worker.runs import HeldRun
-from gradbox_worker.work import StoredRows, Work
+from gradbox_worker.work import StoredCurvature, StoredRows, Work
 
 ENGINE_OPTIONS: Final = option_names(JobOptions) & CallKeywords.__optional_keys__
 
@@ -139,7 +139,7 @@ class Computed:
 
     `tensors` are named SECTION/NAME, beside what was written to `LoadedJob.result` already. `facts`
     are fields of `Receipt`, `metadata` stands beside it. `runs` are how the ranges went.
-    `saved_bytes` is what a state takes that was saved, `stored` of which store the rows are.
+    `saved_bytes` is what a state takes that was saved, `stored` for which store the file is.
     """
 
     tensors: Mapping[str, Tensor]
@@ -149,7 +149,7 @@ class Computed:
     runs: Sequence[Run] = ()
     recomputed: Recomputed = NOT_RECOMPUTED
     saved_bytes: int | None = None
-    stored: StoredRows | None = None
+    stored: StoredRows | StoredCurvature | None = None
 
 
 class Compute(Protocol):

@@ -45,7 +45,7 @@ def compute_gradient(job: LoadedJob, spec: PerSampleGradientSpec) -> Computed:
         answer = per_sample_gradient(
             job.loaded.module,
             rows.shards,
-            _loss(job, spec),
+            sample_loss(job, spec),
             loss_inputs=loss_inputs(spec, job.tensors),
             reduce=spec.reduce,
             clip=spec.clip,
@@ -83,7 +83,7 @@ def sample_ranges(job: LoadedJob, spec: Spec) -> SampleRanges:
         job.loaded.module,
         [rows] if others is None else [rows, others],
         _request(spec),
-        loss=_loss(job, spec) if isinstance(spec, PerSampleGradientSpec) else None,
+        loss=sample_loss(job, spec) if isinstance(spec, PerSampleGradientSpec) else None,
         observer=progress,
         check_number=check_number(job.work.spec_digest),
         budget_bytes=int(job.result_memory_bytes * ENGINE_SHARE),
@@ -138,7 +138,8 @@ def _forms_rows(spec: Spec) -> bool:
     return spec.reduce == "projection" or (spec.reduce == "none" and spec.form == "dense")
 
 
-def _loss(job: LoadedJob, spec: PerSampleGradientSpec) -> Callable[..., Tensor]:
+def sample_loss(job: LoadedJob, spec: PerSampleGradientSpec) -> Callable[..., Tensor]:
+    """Return the loss of each sample."""
     traced = spec.loss.function
     return build_function(traced, job.tensors, device=job.device, widened=spec.widened).function
 
@@ -208,22 +209,30 @@ def _against(job: LoadedJob, spec: Spec, others: Group | None) -> Factored | Oth
 
 
 def _shared(job: LoadedJob, spec: Spec) -> dict[str, Any]:
-    progress = Progress(job.observer)
-    rows, others = sample_groups(job.groups, spec)
+    _, others = sample_groups(job.groups, spec)
+    called = calls(job, spec)
     return {
+        **called,
         "form": spec.form,
         "dim": spec.dim,
         "kind": spec.kind,
         "against": _against(job, spec, others),
+        "projection_seed": spec.seed,
+        "checkpoints": job.checkpoints.whole(),
+        "sink": _sink(job, spec, called["observer"]),
+    }
+
+
+def calls(job: LoadedJob, spec: Spec) -> dict[str, Any]:
+    """Return how the engine calls the model for the rows, see its `Setting`."""
+    rows, _ = sample_groups(job.groups, spec)
+    return {
         "method": rows.method,
         "streams": rows.streams,
-        "projection_seed": spec.seed,
         **how_called(spec, job.calls),
-        "observer": progress,
+        "observer": Progress(job.observer),
         "check_number": check_number(job.work.spec_digest),
-        "checkpoints": job.checkpoints.whole(),
         "budget_bytes": int(job.result_memory_bytes * ENGINE_SHARE),
-        "sink": _sink(job, spec, progress),
     }
 
 

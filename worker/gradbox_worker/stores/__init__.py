@@ -1,4 +1,5 @@
 """Rows that a store keeps: read in blocks, compared with rows of a job.
 
-`rows` reads a store's parts as one matrix in blocks; `scoring` makes the scores of queries.
+`rows` reads a store's parts as one matrix in blocks; `curvature` is applied to queries, of which
+`scoring` makes the scores.
 """

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ ROWS: Final = "samples/projection"
 BLOCK_BYTES: Final = 64 * 2**20
 
 
-def blocks(parts: Sequence[Path], *, device: torch.device) -> Iterator[tuple[int, Tensor]]:
+def blocks_of_rows(parts: Sequence[Path], *, device: torch.device) -> Iterator[tuple[int, Tensor]]:
     """Give the first row of each block and the block, (n, K) in float32 on a device.
 
     Raises:
@@ -40,6 +41,15 @@ def blocks(parts: Sequence[Path], *, device: torch.device) -> Iterator[tuple[int
                 block = stored[start : start + step]
                 yield first + start, block.to(device, torch.float32)
             first += num_rows
+
+
+def column_slices(columns: Mapping[str, int]) -> dict[str, slice]:
+    """Return which numbers of a row are of which parameter, by how many each has."""
+    ends = accumulate(columns.values())
+    return {
+        name: slice(end - size, end)
+        for (name, size), end in zip(columns.items(), ends, strict=True)
+    }
 
 
 def ids_at(parts: Sequence[Path], rows: Sequence[int]) -> Ids:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gradbox_worker.stores.rows import blocks
+from gradbox_worker.stores.rows import blocks_of_rows
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def scores_of(
     found: list[Tensor] = []
     best = queries.new_empty(len(queries), 0)
     rows = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)
-    for first, block in blocks(parts, device=queries.device):
+    for first, block in blocks_of_rows(parts, device=queries.device):
         scores = queries @ (_unit(block) if unit_norm else block).T
         if top is None:
             found.append(scores)

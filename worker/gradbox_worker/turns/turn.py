@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -48,6 +48,7 @@ from gradbox.protocol import (
     SetLossSpec,
     StateSpec,
     StepView,
+    StoreFitSpec,
     StoreQuerySpec,
 )
 from gradbox_service.database.conditional_commands import Beside
@@ -69,6 +70,8 @@ from gradbox_worker.work import (
     Finished,
     Outcome,
     Stopped,
+    StoreAsRead,
+    StoredCurvature,
     StoredRows,
     Work,
     out_of_time,
@@ -217,8 +220,8 @@ class Attempts:
         run_id, name = spec.state.run or "", spec.save or ""
         return self.runs.saved(run_id, name, job=after.id, size_bytes=outcome.saved_bytes)
 
-    def _of_store(self, after: JobRecord, rows: StoredRows) -> Beside:
-        """Keep the rows of a job that appended, and return the write that adds them to the store.
+    def _of_store(self, after: JobRecord, stored: StoredRows | StoredCurvature) -> Beside:
+        """Keep the file of a job on a store, and return the write that adds it to the store.
 
         Raises:
             StoreNotFound: the store was deleted.
@@ -227,14 +230,17 @@ class Attempts:
         from gradbox_service.stores.ids import check_new, read_ids  # it takes NumPy
 
         path = self.results.path(after.id, attempt=after.attempt)
-        self.results.note_fetched(after.id, attempt=after.attempt)  # the store has them
-        self.stores.files.keep(rows.store, after.id, path)
-        result, ids = after.result, read_ids(path)
+        self.results.note_fetched(after.id, attempt=after.attempt)  # the store has it
+        self.stores.files.keep(stored.store, after.id, path)
+        result, now_s = after.result, after.finished_s or time.time()
         assert result is not None
+        if isinstance(stored, StoredCurvature):
+            fitted = stored.view.model_copy(update={"size_bytes": result.size_bytes})
+            return self.stores.adding(stored.store, lambda store: store.fitted(fitted, now_s=now_s))
+        ids = read_ids(path)
         part = StorePart(
             job=after.id,
             num_rows=len(ids),
-            num_columns=rows.num_columns,
             size_bytes=result.size_bytes,
             sha256=result.sha256,
             ids="str" if ids and isinstance(ids[0], str) else "int",
@@ -242,10 +248,10 @@ class Attempts:
 
         def added(store: StoreRecord) -> StoreRecord:
             check_new(ids, self.stores.files.paths(store))
-            check_loss(rows.loss, store)
-            return store.with_part(part, loss=rows.loss, now_s=after.finished_s or time.time())
+            check_loss(stored.loss, store)
+            return store.with_part(part, loss=stored.loss, columns=stored.columns, now_s=now_s)
 
-        return self.stores.adding(rows.store, added)
+        return self.stores.adding(stored.store, added)
 
     def _change(
         self,
@@ -395,7 +401,7 @@ class TurnRunner:
             spec_digest=record.spec_digest,
             result_path=results.path(record.id, attempt=record.attempt),
             earlier_result=self._earlier_result(spec),
-            store_parts=self._store_parts(spec),
+            store=self._store(spec),
             queued_s=max(0.0, (record.started_s or record.created_s) - record.created_s),
             disk_reserve_bytes=results.room.reserve_bytes,
             timed=timed,
@@ -414,12 +420,18 @@ class TurnRunner:
             return None
         return self.attempts.results.on_disk(earlier.id, attempt=earlier.attempt)
 
-    def _store_parts(self, spec: JobSpec) -> Sequence[Path]:
-        """Return where the parts are of the store that a job queries."""
-        if not isinstance(spec, StoreQuerySpec):
-            return ()
+    def _store(self, spec: JobSpec) -> StoreAsRead | None:
+        """Return what a job reads of a store."""
+        if not isinstance(spec, StoreQuerySpec | StoreFitSpec):
+            return None
         store = self.attempts.stores.get(spec.store)
-        return () if store is None else self.attempts.stores.files.paths(store)
+        if store is None:
+            return None
+        files, curvature = self.attempts.stores.files, None
+        if isinstance(spec, StoreQuerySpec) and spec.precondition is not None:
+            view = store.curvature_of(spec.precondition)
+            curvature = None if view is None else (files.path(store.id, view.job), view)
+        return StoreAsRead(files.paths(store), store.columns, curvature)
 
 
 def _record_wait(record: JobRecord) -> None:

@@ -11,7 +11,7 @@ from fastapi.responses import FileResponse
 from gradbox.errors import StoreConflict, StoreNotFound
 from gradbox.protocol import Grants, StoreList, StoreView
 from gradbox_service.admission.posting import Admission, Sent
-from gradbox_service.admission.stores import append_rows, listed, make_store, query_store, visible
+from gradbox_service.admission.stores import listed, make_store, post_on_store, visible
 from gradbox_service.cleaning.cleaner import Cleaner
 from gradbox_service.database.conditional_commands import until_current
 from gradbox_service.http.allowances import transfer
@@ -86,7 +86,8 @@ def put_grants(store_id: str, grants: Grants, box: Box, caller: Caller) -> Store
 )
 async def post_rows(store_id: str, request: Request, credentials: Credentials) -> Response:
     """Append rows to a store, by a job: all of them, or none."""
-    return await take_job(request, credentials, partial(append_rows, store_id=store_id))
+    accept = partial(post_on_store, store_id=store_id, computation="store_rows")
+    return await take_job(request, credentials, accept)
 
 
 @router.post(
@@ -97,7 +98,20 @@ async def post_rows(store_id: str, request: Request, credentials: Credentials) -
 )
 async def post_query(store_id: str, request: Request, credentials: Credentials) -> Response:
     """Compare rows with those of a store, by a job."""
-    return await take_job(request, credentials, partial(query_store, store_id=store_id))
+    accept = partial(post_on_store, store_id=store_id, computation="store_query")
+    return await take_job(request, credentials, accept)
+
+
+@router.post(
+    "/{store_id}/curvature",
+    **posts_a_job(
+        with_blobs(any_of("StoreFitSpec")), ended="The curvature is there within the wait"
+    ),
+)
+async def post_fit(store_id: str, request: Request, credentials: Credentials) -> Response:
+    """Fit curvature to a store, by a job, in place of an earlier one of its kind."""
+    accept = partial(post_on_store, store_id=store_id, computation="store_fit")
+    return await take_job(request, credentials, accept)
 
 
 @router.get(
