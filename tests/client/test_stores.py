@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -210,3 +212,27 @@ def test_an_exported_store_holds_the_rows_with_their_ids(
     rows = torch.cat([part["samples/projection"] for part in parts])
     assert torch.equal(rows, store.rows[:])
     shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_an_exported_store_is_read_as_bergson_reads_its_own(
+    client: GradClient, tmp_path: Path, dtype: Any
+) -> None:
+    store = client.store("exported", model=MODEL, projection=PerLayer(3), dtype=dtype)
+    added(store, ["a", "b", "c"], seed=1)
+    added(store, ["d", "e"], seed=2)
+    folder = store.export(tmp_path / "store", form="bergson")
+    # As `load_gradients` and `column_offsets` of bergson 2.5 do, in whose place NumPy is here.
+    info = json.loads((folder / "info.json").read_text())
+    base = np.uint16 if info["base_dtype"] == "bfloat16" else np.dtype(info["base_dtype"])
+    shape = info["num_grads"], sum(info["grad_sizes"].values())
+    found = np.memmap(folder / "gradients.bin", dtype=base, mode="r", shape=shape)
+    rows = store.rows[:].view(torch.uint16) if dtype == "bf16" else store.rows[:]
+    assert torch.equal(torch.from_numpy(np.array(found)), rows)
+    assert list(info["grad_sizes"]) == [name for name, _ in mlp().named_parameters()]
+    assert json.loads((folder / "ids.json").read_text()) == ["a", "b", "c", "d", "e"]
+    first = info["grad_sizes"]["0.weight"]
+    bias = store.rows[:][:, first : first + info["grad_sizes"]["0.bias"]]
+    alone = client.store("bias", model=MODEL, wrt="0.bias", projection=PerLayer(3), dtype=dtype)
+    added(alone, ["a", "b", "c"], seed=1)
+    assert torch.equal(bias[:3], alone.rows[:])

@@ -12,6 +12,7 @@ from gradbox.cli.output import AsJson, ago, say, say_view, say_views
 from gradbox.client import GradClient
 from gradbox.html import size
 from gradbox.protocol import StoreView
+from gradbox.stores.rows import Form
 
 TITLES: Final = ("NAME", "OWNER", "MODEL", "ROWS", "NUMBERS", "SIZE", "USED")
 
@@ -63,19 +64,22 @@ def revoke_store(store: Store, people: People) -> int:
     return 0
 
 
-@commands.command("export", help="write a store's parts, safetensors files, into a new folder")
+@commands.command("export", help="write a store's rows into a new folder")
 def export_store(
     store: Store,
     *,
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="made anew")],
+    form: Annotated[Form, typer.Option(help="safetensors files, or what bergson opens")] = (
+        "safetensors"
+    ),
 ) -> int:
     """Fetch all rows with their ids and losses."""
     if output.exists():
         raise typer.BadParameter(f"expected a folder that is not there yet, got {output}")
     with GradClient() as client:
         found = client.find_store(store)
-        found.export(output)
-    say(f"{output}: {len(found)} rows in {len(found.view.parts)} files")
+        found.export(output, form=form)
+    say(f"{output}: {len(found)} rows as {form}")
     return 0
 
 

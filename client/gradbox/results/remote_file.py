@@ -86,6 +86,12 @@ class RemoteFile(ReadInPlace):
             dtype=lambda: _dtype(wider or dtype_name(entry)),
         )
 
+    def data_of(self, name: str) -> Iterator[memoryview]:
+        """Give the bytes of a tensor as they are stored, some at a time."""
+        entry = self._header.tensors[name]
+        for first in range(entry.begin, entry.end, REQUEST_BYTES):
+            yield self._fetch_data(first, min(first + REQUEST_BYTES, entry.end))
+
     def copy_to(self, path: Path) -> None:
         with self._downloading() as on_bytes:
             download(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from gradbox.stores.jobs import Id
 from gradbox.tensors.tensor_bytes import is_torch_importable
 
 ROWS: Final = "samples/projection"
+Form = Literal["safetensors", "bergson"]
+BERGSON_DTYPES: Final = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
 def ids_in(file: ResultFile) -> list[Id]:
@@ -67,18 +70,43 @@ class RowMatrix(Sequence[Any]):
             self._files.append(RemoteFile(self._connection, path, expected=expected))
         return self._files
 
+    def ids(self) -> list[Id]:
+        """Return the ids of all rows, in their order."""
+        return [one for file in self.files() for one in ids_in(file)]
+
     def losses(self) -> Any:
         """Return the losses of all rows, (N,)."""
         found = [np.asarray(file.tensor("samples/loss")[()]) for file in self.files()]
         return np.concatenate(found) if found else np.empty(0, np.float32)
 
-    def save(self, folder: Path) -> Path:
-        """Write all parts into a new folder."""
+    def save(self, folder: Path, form: Form) -> Path:
+        """Write all rows into a new folder: the parts, or what bergson opens."""
         folder.mkdir(parents=True)
-        for number, file in enumerate(self.files()):
-            file.copy_to(folder / f"{number:05}.safetensors")
+        if form == "bergson":
+            self._save_for_bergson(folder)
+        else:
+            for number, file in enumerate(self.files()):
+                file.copy_to(folder / f"{number:05}.safetensors")
         (folder / "store.json").write_text(self._view.model_dump_json(indent=2))
         return folder
+
+    def _save_for_bergson(self, folder: Path) -> None:
+        """Write the rows one after the other, and what `bergson.data.load_gradients` asks of them.
+
+        Their ids stand beside, in their order.
+        """
+        with (folder / "gradients.bin").open("wb") as file:
+            for part in self.files():
+                file.writelines(part.data_of(ROWS))
+        info = {
+            "attribute_tokens": False,
+            "num_items": len(self),
+            "num_grads": len(self),
+            "grad_sizes": self._view.columns,
+            "base_dtype": BERGSON_DTYPES[self._view.dtype],
+        }
+        (folder / "info.json").write_text(json.dumps(info, indent=2))
+        (folder / "ids.json").write_text(json.dumps(self.ids()))
 
     def _joined(self, start: int, stop: int) -> Any:
         found, first = [], 0

@@ -23,7 +23,7 @@ from gradbox.protocol.stores import CurvatureKind
 from gradbox.results.result import GradResult, Tensors
 from gradbox.runs.run import RunClient
 from gradbox.stores.jobs import Id, StoreJob, StoreJobKeywords, fields_of, path_of
-from gradbox.stores.rows import RowMatrix, ids_in
+from gradbox.stores.rows import Form, RowMatrix, ids_in
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ class GradStore:
 
     def ids(self) -> list[Id]:
         """Return the ids of all rows, in their order."""
-        return [one for part in self.rows.files() for one in ids_in(part)]
+        return self.rows.ids()
 
     def losses(self) -> Any:
         """Return the losses of all rows, (N,), a NumPy array."""
@@ -245,9 +245,15 @@ class GradStore:
         """Let people no longer read the store, from now on; "*" is the grant to everybody."""
         self._grant({*self.refresh().grants} - {*people})
 
-    def export(self, folder: str | Path) -> Path:
-        """Write the parts as they are on the box, safetensors files, into a new folder."""
-        return self.rows.save(Path(folder))
+    def export(self, folder: str | Path, *, form: Form = "safetensors") -> Path:
+        """Write all rows with their ids into a new folder.
+
+        Args:
+            folder: is made.
+            form: "safetensors", the parts as they are on the box; or "bergson", one file of all
+                rows that `bergson.data.load_gradients(folder)` opens, and ids.json beside it.
+        """
+        return self.rows.save(Path(folder), form)
 
     def delete(self) -> None:
         """Delete the store with its rows; nothing happens if it is gone.
