@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +160,39 @@ def test_an_id_comes_once(client: GradClient) -> None:
     assert store.refresh().num_rows == 3
     added(store, [7, 8, 9], seed=2)
     assert store.ids() == [1, 2, 3, 7, 8, 9]
+
+
+def test_of_two_that_append_one_id_at_once_one_does(box: TestBox, client: GradClient) -> None:
+    store = client.store("raced", model=MODEL, projection=PerLayer(3))
+
+    def append(seed: int) -> Exception | None:
+        with box.client() as own:
+            try:
+                added(own.find_store("raced"), [1, 2, 3], seed=seed)
+            except InvalidInputs as error:
+                return error
+        return None
+
+    with box.http(box.owner_token or box.token) as owner, ThreadPoolExecutor(2) as pool:
+        owner.put("/v1/operation", json={"mode": "paused"}).raise_for_status()
+        try:
+            both = [pool.submit(append, seed) for seed in (1, 2)]
+            until = time.monotonic() + 60
+            while (
+                len(list(client.jobs(state="queued"))) < 2
+            ):  # neither was refused when it was posted
+                assert time.monotonic() < until
+                time.sleep(0.01)
+        finally:
+            owner.put("/v1/operation", json={"mode": "running"}).raise_for_status()
+        first, second = (future.result() for future in both)
+    lost, won = (first, 2) if first is not None else (second, 1)
+    assert "expected rows that the store lacks, got 1, 2, 3 again" in str(lost)
+    assert (first is None) != (second is None)
+    assert store.refresh().num_rows == 3
+    expected = client.store("alone", model=MODEL, projection=PerLayer(3))
+    added(expected, [1, 2, 3], seed=won)
+    assert torch.equal(store.rows[:], expected.rows[:])
 
 
 def test_a_store_of_a_name_is_one(client: GradClient) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,8 @@ from gradbox.protocol import (
     MixedGradientSpec,
     PerSampleGradientSpec,
     ShardRef,
+    StoreRowsSpec,
+    StoreSpec,
     TensorRef,
     TracedFunction,
 )
@@ -31,6 +34,7 @@ from gradbox.results.factors import FACTORS, read_factors
 from gradbox.tensors.safetensors_header import read_header
 from gradbox.tracing.trace import trace
 from gradbox_service.jobs import JobRecord
+from gradbox_service.stores import StoreRecord
 from gradbox_worker.computations.checkpoints import METADATA_KEY, checkpoint_path
 from tests.worker.box import Box, WorkerProcess, shards_of
 
@@ -142,6 +146,32 @@ def mixed(box: Box) -> JobSpec:
     )
 
 
+def appended(box: Box) -> JobSpec:
+    """Return a job that appends to a store of its own."""
+    store = StoreRecord(
+        id=uuid.uuid4().hex,
+        owner="alice",
+        spec=StoreSpec(name=uuid.uuid4().hex, model="m"),
+        model="m",
+        model_version="",
+        created_s=time.time(),
+        used_s=time.time(),
+    )
+    box.backing.stores.create(store)
+    ids = torch.arange(sum(len(*shard.values()) for shard in shards_of(NUM_SHARDS)))
+    return StoreRowsSpec(
+        computation="store_rows",
+        **shared(box),
+        loss=GraphLoss(function=traced(squares)),
+        reduce="projection",
+        kind="per_layer",
+        dim=3,
+        store=store.id,
+        row_dtype="fp16",
+        ids=TensorRef(blob=box.upload({"ids": ids}), tensor="ids"),
+    )
+
+
 @dataclass(frozen=True)
 class Kind:
     """A job, how often it calls the model before its last phase, and how to count its shards."""
@@ -166,6 +196,7 @@ KINDS: Mapping[str, Kind] = {
     "factors": of_rows(jacobian, form="factored"),
     "dense jacobian": of_rows(jacobian, form="dense"),
     "gram": of_rows(rows, reduce="gram"),
+    "rows of a store": of_rows(appended),
     "mixed gradient": Kind(mixed, NUM_SHARDS, lambda facts: int(facts["second"]["num_done"])),
 }
 
@@ -213,6 +244,7 @@ SLOW = pytest.mark.slow
         pytest.param("gradient in fp16", "device", marks=SLOW),
         ("dense rows", "device"),
         pytest.param("dense rows", "worker", marks=SLOW),
+        ("rows of a store", "device"),
         pytest.param("dense jacobian", "device", marks=SLOW),
         pytest.param("factors", "device", marks=SLOW),
         pytest.param("factors", "worker", marks=SLOW),
