@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gradbox import (
@@ -21,6 +21,7 @@ from gradbox import (
     GradStore,
     InvalidInputs,
     InvalidJob,
+    Optimizer,
     PerLayer,
     Rademacher,
     StoreConflict,
@@ -46,13 +47,13 @@ def loss(z: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(z, labels, reduction="none")
 
 
-def rows_of(x: Tensor, labels: Tensor, *, wrt: str = "") -> Tensor:
+def rows_of(x: Tensor, labels: Tensor, *, model: nn.Module | None = None) -> Tensor:
     """Return the gradients of all samples by a loop, (B, P), in the order of parameters."""
-    model, rows = mlp(), []
+    model, rows = model or mlp(), []
     for one, label in zip(x, labels, strict=True):
         model.zero_grad()
         loss(model(one[None]), label[None]).sum().backward()
-        grads = [p.grad for name, p in model.named_parameters() if name.startswith(wrt)]
+        grads = [p.grad for p in model.parameters()]
         rows.append(torch.cat([grad.flatten() for grad in grads if grad is not None]))
     return torch.stack(rows)
 
@@ -132,6 +133,21 @@ def test_rows_are_projected_as_the_store_says(client: GradClient, projection: An
     assert torch.allclose(store.rows[:].double(), rows.double(), atol=1e-6)
     hits = store.query(**asked(store), top=1)
     assert [len(some) for some in hits.ids] == [1] * 4
+
+
+def test_rows_are_at_the_weights_of_a_run(client: GradClient) -> None:
+    run = client.train(MODEL, optimizer=Optimizer("sgd", lr=0.5))
+    run.step(inputs=[samples(3, seed=1)], loss=lambda z: z.square().mean())
+    store = client.store("trained", model=MODEL, weights=run, dtype="fp32")
+    x = samples(3, seed=1)
+    store.add(inputs=[x], loss=loss, loss_inputs={"labels": targets(3)}, ids=[1, 2, 3])
+    model = mlp()
+    model.load_state_dict({name: torch.as_tensor(w) for name, w in run.weights().items()})
+    expected = rows_of(x, targets(3), model=model)
+    assert torch.allclose(store.rows[:].double(), expected, atol=1e-6)
+    assert not torch.allclose(expected, rows_of(x, targets(3)), atol=1e-3)
+    assert store.query(**asked(store), top=1).ids
+    run.delete()
 
 
 def test_rows_in_sixteen_bits_are_rounded_once(client: GradClient) -> None:

@@ -166,6 +166,8 @@ def _posted(
     }
     for name, value in said.items():
         given = whole.get(name, value)
+        if isinstance(given, dict):  # a state, of which the client also says what it has not
+            given = {key: one for key, one in given.items() if one is not None}
         if given != value and (name, given) != ("model", store.model):
             raise InvalidJob(
                 f"{name}: expected {value!r}, which store {spec.name!r} has, got {given!r:.100}; "
