@@ -109,7 +109,9 @@ def expected(
         H = fitted.curvature(kind)
         H[0, 0] *= 1 + off
         added = 0.1 * H.trace() / len(H) if damping is None else damping
-        total += asked.rows @ torch.linalg.solve(H + added * torch.eye(len(H)), stored.rows.T)
+        total += asked.rows @ torch.linalg.solve(
+            H + added * torch.eye(len(H), dtype=H.dtype), stored.rows.T
+        )
     return total
 
 
@@ -175,7 +177,7 @@ def test_the_kernel_is_that_of_the_rows(
     sizes = [rows.shape[1]] if together else list(store.view.columns.values())
     exact = torch.zeros(len(asked), len(rows), dtype=torch.float64)
     for q, x in zip(asked.split(sizes, 1), rows.split(sizes, 1), strict=True):
-        H = x.T @ x / len(x) + 0.01 * torch.eye(x.shape[1])
+        H = x.T @ x / len(x) + 0.01 * torch.eye(x.shape[1], dtype=x.dtype)
         exact += q @ torch.linalg.solve(H, x.T)
     scores = store.scores(**samples("mlp", *ASKED), precondition="kernel")
     assert torch.allclose(torch.as_tensor(scores[:]).double(), exact, **CLOSE)

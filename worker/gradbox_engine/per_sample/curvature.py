@@ -15,8 +15,8 @@ over positions); George et al. 2018, arXiv:1806.03884 (EK-FAC); Grosse et al. 20
 (on influence).
 Cost: a pass over the samples with T (r² + c²) multiplications a layer of r × c numbers, and its
 eigenvectors in float64; for EK-FAC one more pass.
-Limits: padded positions count in A. Embeddings, norms, tied and transposed layers, and what takes
-one backward pass a sample, have no factors.
+Limits: padded positions count in A. Embeddings and what is tied to them, norms, grouped and
+transposed convolutions, and what takes one backward pass a sample, have no factors.
 
 Shapes: B samples, K numbers a row, r and c of a layer, n samples and positions together.
 """
