@@ -1,7 +1,7 @@
 """Curvature of a store: the kernel of its rows; how any is kept in a file, and applied to queries.
 
 A file has for each block curvature/NAME/PART, PART being index, left, right and values, as
-`EigenBlock` has them. The kernel is H = ΦᵀΦ/N of all rows Φ (N, K), a block of K × 1 numbers; of
+`EigenBlock` has them. The kernel is H = ΦᵀΦ/N of all rows Φ (N, K), a block of 1 × K numbers; of
 each parameter by itself where K is more than `MOST_TOGETHER`.
 
 Source: Park et al. 2023, "TRAK", arXiv:2303.14186, whose ΦᵀΦ is N times that.
@@ -55,10 +55,9 @@ def kernel_of(store: StoreAsRead, *, device: torch.device) -> tuple[Blocks, int]
             sums[names] = sums[names] + product if names in sums else product
     blocks = {}
     for names, part in slices.items():
-        index = torch.arange(part.start, part.stop)[:, None]
-        blocks[names] = EigenBlock.of_factors(
-            index, sums[names] / num_rows, sums[names].new_ones(1, 1)
-        )
+        index = torch.arange(part.start, part.stop)[None]
+        one = sums[names].new_ones(1, 1)
+        blocks[names] = EigenBlock.of_factors(index, one, sums[names] / num_rows)
     return blocks, num_rows
 
 

@@ -38,12 +38,14 @@ def scores_of(
     """
     queries = queries.float()
     if unit_norm:
-        queries = _unit(queries)
+        queries = queries / _norms(queries)[:, None]
     found: list[Tensor] = []
     best = queries.new_empty(len(queries), 0)
     rows = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)
     for first, block in blocks_of_rows(parts, device=queries.device):
-        scores = queries @ (_unit(block) if unit_norm else block).T
+        scores = queries @ block.T
+        if unit_norm:
+            scores /= _norms(block)
         if top is None:
             found.append(scores)
             continue
@@ -54,6 +56,7 @@ def scores_of(
     return Scores(torch.cat(found, 1), None) if top is None else Scores(best, rows)
 
 
-def _unit(rows: Tensor) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-    return rows.div(norms.clamp_min(torch.finfo(rows.dtype).tiny))
+def _norms(rows: Tensor) -> Tensor:
+    """Return what scales rows to norm 1; a row of zeros stays zero."""
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
+    return norms.clamp_min(torch.finfo(rows.dtype).tiny)
