@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from math import prod
 
 import torch
@@ -44,12 +45,7 @@ class TwoSided:
 
     def columns(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, slice]:
         """Return which numbers of a row belong to which parameter."""
-        found, first = {}, 0
-        for name, shape in shapes.items():
-            last = first + prod(self.sizes(shape))
-            found[name] = slice(first, last)
-            first = last
-        return found
+        return column_slices({name: prod(self.sizes(shape)) for name, shape in shapes.items()})
 
     def matrix(self, parameter: str, side: str, size: int, *, like: Tensor) -> Tensor | None:
         """Return Q or P, (size, r or c), in the dtype of `like`; None where that side stays."""
@@ -66,6 +62,12 @@ class TwoSided:
     def of_columns(self, x: Tensor, parameter: str) -> Tensor:
         """Return x P for x (..., C)."""
         return _times(x, self.matrix(parameter, COLUMNS, x.shape[-1], like=x))
+
+
+def column_slices(columns: Mapping[str, int]) -> dict[str, slice]:
+    """Return which numbers of a row belong to which parameter, by how many each has."""
+    ends = accumulate(columns.values())
+    return {n: slice(e - size, e) for (n, size), e in zip(columns.items(), ends, strict=True)}
 
 
 def _times(x: Tensor, matrix: Tensor | None) -> Tensor:

@@ -11,20 +11,21 @@ Cost: N K² multiplications, and the eigenvectors of K × K numbers in float64: 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Final
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from gradbox.errors import InvalidInputs
 from gradbox.protocol import CurvatureView
 from gradbox_engine.per_sample.curvature import EigenBlock
-from gradbox_worker.stores.rows import blocks_of_rows, column_slices
+from gradbox_factors.two_sided import column_slices
+from gradbox_worker.stores.rows import blocks_of_rows, opened
 from gradbox_worker.work import StoreAsRead
 
 MOST_TOGETHER: Final = 8192
-PARTS: Final = ("index", "left", "right", "values")
+PARTS: Final = [field.name for field in fields(EigenBlock)]
 
 Blocks = Mapping[tuple[str, ...], EigenBlock]
 
@@ -40,25 +41,25 @@ def kernel_of(store: StoreAsRead, *, device: torch.device) -> tuple[Blocks, int]
     slices: dict[tuple[str, ...], slice] = {(name,): part for name, part in columns.items()}
     if size <= MOST_TOGETHER:
         slices = {tuple(columns): slice(0, size)}
+    sums = {}
     for names, part in slices.items():
-        if part.stop - part.start > MOST_TOGETHER:
+        length = part.stop - part.start
+        if length > MOST_TOGETHER:
             raise InvalidInputs(
-                f"kernel: expected at most {MOST_TOGETHER} numbers together, got "
-                f"{part.stop - part.start} of {names[0]}: make a store whose projection has fewer"
+                f"kernel: expected at most {MOST_TOGETHER} numbers together, got {length} of "
+                f"{names[0]}: make a store whose projection has fewer"
             )
-    sums: dict[tuple[str, ...], Tensor] = {}
+        sums[names] = torch.zeros(length, length, dtype=torch.float64, device=device)
     num_rows = 0
     for _, rows in blocks_of_rows(store.parts, device=device):
         num_rows += len(rows)
         for names, part in slices.items():
-            product = (rows[:, part].T @ rows[:, part]).double()
-            sums[names] = sums[names] + product if names in sums else product
-    blocks = {}
-    for names, part in slices.items():
-        index = torch.arange(part.start, part.stop)[None]
-        one = sums[names].new_ones(1, 1)
-        blocks[names] = EigenBlock.of_factors(index, one, sums[names] / num_rows)
-    return blocks, num_rows
+            sums[names] += rows[:, part].T @ rows[:, part]
+    place, one = torch.arange(size), torch.ones(1, 1, device=device)
+    return {
+        names: EigenBlock.of_factors(place[None, part], one, sums[names] / num_rows)
+        for names, part in slices.items()
+    }, num_rows
 
 
 def written(blocks: Blocks) -> dict[str, Tensor]:
@@ -66,8 +67,7 @@ def written(blocks: Blocks) -> dict[str, Tensor]:
     return {
         f"curvature/{names[0]}/{part}": x.float() if part in ("left", "right") else x
         for names, block in blocks.items()
-        for part in PARTS
-        for x in [getattr(block, part)]
+        for part, x in vars(block).items()
     }
 
 
@@ -86,8 +86,8 @@ def preconditioned(
     path, view = store.curvature
     view = view if damping is None else view.model_copy(update={"damping": damping})
     rows, solved = queries.float(), torch.zeros_like(queries, dtype=torch.float32)
-    with safe_open(path, framework="pt", device=str(queries.device)) as file:
+    with opened(path, device=str(queries.device)) as file:
         for names in view.layers:
-            parts = (file.get_tensor(f"curvature/{names[0]}/{part}") for part in PARTS)
-            EigenBlock(*parts).solve(rows, solved, damping=view.damping)
+            parts = {part: file.get_tensor(f"curvature/{names[0]}/{part}") for part in PARTS}
+            EigenBlock(**parts).solve(rows, solved, damping=view.damping)
     return solved, view

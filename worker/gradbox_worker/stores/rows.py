@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +20,20 @@ ROWS: Final = "samples/projection"
 BLOCK_BYTES: Final = 16 * 2**20
 
 
+def opened(path: Path, *, device: str = "cpu") -> Any:
+    """Open a file of a store.
+
+    Raises:
+        InvalidInputs: it is not there.
+    """
+    try:
+        return safe_open(path, framework="pt", device=device)
+    except FileNotFoundError:
+        raise InvalidInputs(
+            "expected the files of the store on this machine, but one is not there"
+        ) from None
+
+
 def blocks_of_rows(parts: Sequence[Path], *, device: torch.device) -> Iterator[tuple[int, Tensor]]:
     """Give the first row of each block and the block, (n, K) in float32 on a device.
 
@@ -29,27 +42,12 @@ def blocks_of_rows(parts: Sequence[Path], *, device: torch.device) -> Iterator[t
     """
     first = 0
     for part in parts:
-        try:
-            file = safe_open(part, framework="pt")
-        except FileNotFoundError:
-            raise InvalidInputs(
-                "expected the rows of the store on this machine, but a part of it is not there"
-            ) from None
-        with file:
-            stored: Any = file.get_slice(ROWS)  # type: ignore[no-untyped-call]
+        with opened(part) as file:
+            stored = file.get_slice(ROWS)
             num_rows, num_columns = stored.get_shape()
             for start, stop in slabs(num_rows, 4 * num_rows * num_columns, BLOCK_BYTES):
                 yield first + start, stored[start:stop].to(device, torch.float32)
             first += num_rows
-
-
-def column_slices(columns: Mapping[str, int]) -> dict[str, slice]:
-    """Return which numbers of a row are of which parameter, by how many each has."""
-    ends = accumulate(columns.values())
-    return {
-        name: slice(end - size, end)
-        for (name, size), end in zip(columns.items(), ends, strict=True)
-    }
 
 
 def ids_at(parts: Sequence[Path], rows: Sequence[int]) -> Ids:
