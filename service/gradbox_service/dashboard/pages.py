@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
-from importlib import resources
-from typing import Final
+from typing import Any, Final
 
 from fastapi import APIRouter, Request, Response
-from starlette.exceptions import HTTPException
+from fastapi.staticfiles import StaticFiles
 
-STATIC: Final = resources.files(__package__) / "static"
-TYPES: Final[Mapping[str, str]] = {
-    "html": "text/html; charset=utf-8",
-    "css": "text/css; charset=utf-8",
-    "js": "text/javascript; charset=utf-8",
-    "svg": "image/svg+xml",
-}
 # Scripts and styles of these files alone, no inline ones, and no text ever parsed as HTML.
 POLICY: Final = "; ".join(
     (
@@ -45,48 +35,30 @@ HEADERS: Final[Mapping[str, str]] = {
 }
 
 
-@dataclass(frozen=True)
-class Page:
-    """A file as it is served."""
+class Files(StaticFiles):
+    """The files, under `HEADERS`."""
 
-    content: bytes
-    media_type: str
-    etag: str
+    def file_response(self, *given: Any, **named: Any) -> Response:
+        answer = super().file_response(*given, **named)
+        answer.headers.update(HEADERS)
+        return answer
 
 
 def router() -> APIRouter:
-    """Return the routes of the dashboard's files, which are read once, now."""
-    files = _files()
+    """Return the routes of the dashboard's files."""
+    files = Files(packages=[(__package__ or "", "static")])
     found = APIRouter(include_in_schema=False)
 
     @found.api_route("/", methods=["GET", "HEAD"])
     async def dashboard(request: Request) -> Response:
-        return _answer(files["dashboard.html"], request)
+        return await files.get_response("dashboard.html", request.scope)
 
     @found.api_route("/docs", methods=["GET", "HEAD"])
     async def reference(request: Request) -> Response:
-        return _answer(files["docs.html"], request)
+        return await files.get_response("docs.html", request.scope)
 
     @found.api_route("/static/{name}", methods=["GET", "HEAD"])
     async def static(name: str, request: Request) -> Response:
-        if name not in files:
-            raise HTTPException(404)
-        return _answer(files[name], request)
+        return await files.get_response(name, request.scope)
 
     return found
-
-
-def _files() -> dict[str, Page]:
-    found = {}
-    for path in STATIC.iterdir():
-        content = path.read_bytes()
-        etag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
-        found[path.name] = Page(content, TYPES[path.name.rpartition(".")[2]], etag)
-    return found
-
-
-def _answer(page: Page, request: Request) -> Response:
-    headers = {**HEADERS, "ETag": page.etag}
-    if request.headers.get("if-none-match") == page.etag:
-        return Response(status_code=304, headers=headers)
-    return Response(page.content, headers=headers, media_type=page.media_type)
