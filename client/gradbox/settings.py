@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -47,25 +47,19 @@ class ClientSettings:
         return file.with_name("results") if file.name == FILE else None
 
 
-def find_settings(
-    url: str | None = None,
-    token: str | None = None,
-    *,
-    environment: Mapping[str, str] | None = None,
-) -> ClientSettings:
+def find_settings(url: str | None = None, token: str | None = None) -> ClientSettings:
     """Complete what was given from the environment and from files.
 
     Raises:
         ServiceUnavailable: no URL was found, or one that is not http(s)://HOST.
         Unauthorized: no token for this URL was found, or one that no HTTP header can carry.
     """
-    environment = os.environ if environment is None else environment
     source = "" if url else "GRADBOX_URL"
-    url = url or environment.get("GRADBOX_URL") or None
-    token = token or environment.get("GRADBOX_TOKEN")
+    url = url or os.environ.get("GRADBOX_URL") or None
+    token = token or os.environ.get("GRADBOX_TOKEN")
     if url:
         url = checked_url(url)
-    for found in _from_files(environment) if not (url and token) else ():
+    for found in _from_files() if not (url and token) else ():
         if url is None:
             url, source = found.url, found.source
         if found.url == url:
@@ -89,10 +83,9 @@ def find_settings(
     return ClientSettings(url=url, token=token, source=source)
 
 
-def login_file(environment: Mapping[str, str] | None = None) -> Path:
+def login_file() -> Path:
     """Return the file that `gradbox login` writes."""
-    environment = os.environ if environment is None else environment
-    config = environment.get("XDG_CONFIG_HOME")
+    config = os.environ.get("XDG_CONFIG_HOME")
     folder = Path(config) if config else Path.home() / ".config"
     return folder / "gradbox" / FILE
 
@@ -171,9 +164,9 @@ def _why_no_address(url: str) -> str | None:
     return None if url.isprintable() else "a character of it cannot be printed"
 
 
-def _from_files(environment: Mapping[str, str]) -> Iterator[ClientSettings]:
-    data = environment.get("GRADBOX_DATA")
-    for path in ((Path(data) if data else Path(DATA)) / FILE, login_file(environment)):
+def _from_files() -> Iterator[ClientSettings]:
+    data = os.environ.get("GRADBOX_DATA")
+    for path in ((Path(data) if data else Path(DATA)) / FILE, login_file()):
         found = read_settings(path)
         if found is not None:
             yield found

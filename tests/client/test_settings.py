@@ -18,41 +18,42 @@ from gradbox.settings import (
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """An environment whose every place lies under the test's folder."""
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every place lies under the test's folder."""
     monkeypatch.chdir(tmp_path)
-    return {"XDG_CONFIG_HOME": str(tmp_path / "config")}
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    for name in ("GRADBOX_URL", "GRADBOX_TOKEN", "GRADBOX_DATA"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def keep(path: Path, name: str) -> None:
     write_settings(path, ClientSettings(url=f"http://{name}", token=f"token of {name}"))
 
 
-def test_the_first_place_that_says_something_wins(elsewhere: dict[str, str]) -> None:
-    keep(login_file(elsewhere), "login")
-    assert find_settings(environment=elsewhere).url == "http://login"
+def test_the_first_place_that_says_something_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep(login_file(), "login")
+    assert find_settings().url == "http://login"
     keep(Path("gradbox-data/client.toml"), "here")
-    assert find_settings(environment=elsewhere).token == "token of here"
+    assert find_settings().token == "token of here"
     keep(Path("data/client.toml"), "data")
-    elsewhere["GRADBOX_DATA"] = "data"
-    assert find_settings(environment=elsewhere).url == "http://data"
-    elsewhere |= {"GRADBOX_URL": "http://set/", "GRADBOX_TOKEN": "token set"}
-    assert find_settings(environment=elsewhere) == ClientSettings(
-        url="http://set", token="token set"
-    )
-    assert find_settings("http://given", "t", environment=elsewhere).url == "http://given"
+    monkeypatch.setenv("GRADBOX_DATA", "data")
+    assert find_settings().url == "http://data"
+    monkeypatch.setenv("GRADBOX_URL", "http://set/")
+    monkeypatch.setenv("GRADBOX_TOKEN", "token set")
+    assert find_settings() == ClientSettings(url="http://set", token="token set")
+    assert find_settings("http://given", "t").url == "http://given"
 
 
-def test_a_token_goes_only_to_the_box_that_it_was_kept_for(elsewhere: dict[str, str]) -> None:
-    keep(login_file(elsewhere), "mine")
-    assert find_settings("http://mine/", environment=elsewhere).token == "token of mine"
+def test_a_token_goes_only_to_the_box_that_it_was_kept_for() -> None:
+    keep(login_file(), "mine")
+    assert find_settings("http://mine/").token == "token of mine"
     with pytest.raises(Unauthorized, match="gradbox login --url http://other"):
-        find_settings("http://other", environment=elsewhere)
+        find_settings("http://other")
 
 
-def test_no_address_says_what_to_do(elsewhere: dict[str, str]) -> None:
+def test_no_address_says_what_to_do() -> None:
     with pytest.raises(ServiceUnavailable, match=r"gradbox up.*gradbox login.*GRADBOX_URL"):
-        find_settings(environment=elsewhere)
+        find_settings()
 
 
 @pytest.mark.parametrize(
@@ -67,20 +68,20 @@ def test_no_address_says_what_to_do(elsewhere: dict[str, str]) -> None:
         "http://a..b",
     ],
 )
-def test_what_is_no_address_is_refused(url: str, elsewhere: dict[str, str]) -> None:
+def test_what_is_no_address_is_refused(url: str) -> None:
     with pytest.raises(ServiceUnavailable, match=r"http://127\.0\.0\.1:8642"):
-        find_settings(url, "token", environment=elsewhere)
+        find_settings(url, "token")
 
 
 @pytest.mark.parametrize("token", ["clé", "a\nb", "tab\t"])
-def test_a_token_that_no_header_carries_is_refused(token: str, elsewhere: dict[str, str]) -> None:
+def test_a_token_that_no_header_carries_is_refused(token: str) -> None:
     with pytest.raises(Unauthorized, match="printable ASCII") as caught:
-        find_settings("http://box", token, environment=elsewhere)
+        find_settings("http://box", token)
     assert token not in str(caught.value)
 
 
-def test_nobody_else_reads_the_kept_token(elsewhere: dict[str, str]) -> None:
-    path = login_file(elsewhere)
+def test_nobody_else_reads_the_kept_token() -> None:
+    path = login_file()
     keep(path, "box")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert [p.name for p in path.parent.iterdir()] == ["client.toml"]
