@@ -35,7 +35,7 @@ HEADERS: Final[Mapping[str, str]] = {
 }
 
 
-class Files(StaticFiles):
+class DashboardFiles(StaticFiles):
     """The files, under `HEADERS`."""
 
     def file_response(self, *given: Any, **named: Any) -> Response:
@@ -46,7 +46,7 @@ class Files(StaticFiles):
 
 def router() -> APIRouter:
     """Return the routes of the dashboard's files."""
-    files = Files(packages=[(__package__ or "", "static")])
+    files = DashboardFiles(packages=[(__package__ or "", "static")])
     found = APIRouter(include_in_schema=False)
 
     @found.api_route("/", methods=["GET", "HEAD"])
