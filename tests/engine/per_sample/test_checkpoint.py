@@ -143,11 +143,12 @@ def test_a_killed_job_goes_on_with_the_same_bits(
     kept = Kept()
     with pytest.raises(Killed):
         answer(name, form, checkpoints=kept, observer=KilledAt("samples", samples))
-    assert kept.num_written == shards
+    of_others = "other shards" in form  # whose rows are made again
+    assert kept.num_written == shards - of_others
     resumed = undisturbed()
     found = answer(name, form, checkpoints=kept, observer=resumed)
     assert same(found, expected_answer(name, form))
-    assert min(done for _, done in resumed.steps) == samples
+    assert min(done for _, done in resumed.steps) == (0 if of_others else samples)
 
 
 class Rows:
