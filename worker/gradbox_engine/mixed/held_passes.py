@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from gradbox_engine.checkpoint import Checkpoints, NoCheckpoints
 from gradbox_engine.mixed.first_pass import DFDZ, DerivativeCalls
 from gradbox_engine.mixed.prepared import PreparedMixed, prepared_mixed
-from gradbox_engine.mixed.sums import LeafSums
 from gradbox_engine.mixed.tangents import TangentProgress, tangent_pass
 from gradbox_engine.model.calling.outputs import BARE, Outputs
 from gradbox_engine.model.calling.shard_feed import Position
@@ -25,6 +24,7 @@ from gradbox_engine.model.comparison import sketch
 from gradbox_engine.model.prepared import Prepared
 from gradbox_engine.ranges.held_job import HeldJob, HeldRange
 from gradbox_engine.ranges.protocol import Range, RangeCotangents
+from gradbox_engine.replay.gradient_sums import GradientSums
 from gradbox_engine.replay.shard_record import ShardRecord
 from gradbox_engine.replay.z import NumRows, concatenated
 from gradbox_engine.requests import CallKeywords, Group, Objective, Observer
@@ -83,9 +83,9 @@ class MixedPasses:
         """The job's."""
         return self.job.observer
 
-    def sums(self) -> LeafSums:
+    def sums(self) -> GradientSums:
         """Return one for each leaf."""
-        return LeafSums(self.parameters)
+        return GradientSums(self.parameters)
 
     def first_call(self, num_shards: int) -> DerivativeCalls:
         """Return calls that keep no graph."""
@@ -103,7 +103,7 @@ class MixedPasses:
         self, held: HeldRange, needed: Mapping[Position, Outputs], asked: RangeCotangents
     ) -> TangentProgress:
         """Take the tangents of the range, and contract them."""
-        assert isinstance(held.sums, LeafSums)
+        assert isinstance(held.sums, GradientSums)
         assert isinstance(asked, DirectionsOfRange)
         progress, device = TangentProgress.of(held.second), self.ready.device
         if not progress.num_done:

@@ -16,10 +16,10 @@ from gradbox_engine.mixed.first_pass import DFDZ
 from gradbox_engine.mixed.inner import Contraction, norm
 from gradbox_engine.mixed.jacobian_products import Linearised, missing_rule
 from gradbox_engine.mixed.prepared import PreparedMixed
-from gradbox_engine.mixed.sums import LeafSums
 from gradbox_engine.model.calling.outputs import Outputs
 from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.model.comparison import ReplayComparison, sketch
+from gradbox_engine.replay.gradient_sums import GradientSums
 from gradbox_engine.replay.shard_record import ShardRecord
 
 _ROUNDINGS = 1e3
@@ -66,7 +66,7 @@ def tangent_pass(
     job: PreparedMixed,
     records: Sequence[ShardRecord],
     directions: Mapping[Position, Tensor],
-    sums: LeafSums,
+    sums: GradientSums,
     *,
     progress: TangentProgress,
     largest: Tensor,

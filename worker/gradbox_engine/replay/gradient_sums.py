@@ -75,6 +75,16 @@ class GradientSums:
             for parameter in self.parameters.values():
                 parameter.grad = None
 
+    @torch.no_grad()
+    def add(self, gradients: Mapping[str, Tensor]) -> None:
+        """Add gradients that no backward pass has added up."""
+        for name, gradient in gradients.items():
+            if name in self._sums:
+                self._sums[name].add_(gradient)
+            else:
+                dtype = accumulation_dtype(gradient.dtype)
+                self._sums[name] = gradient.to_dense().to(dtype, copy=True)
+
     def clear(self) -> None:
         """Forget all sums."""
         self._sums.clear()
