@@ -31,7 +31,7 @@ from gradbox.protocol.views import View
 
 RowDtype = Literal["fp16", "bf16", "fp32"]
 CurvatureKind = Literal["kfac", "ekfac", "kernel"]
-Damping = Annotated[float, Field(ge=0), NUMBER]
+Damping = Annotated[float, Field(gt=0), NUMBER]
 # Grants to everybody with a token.
 LAB: Final = "*"
 Grantee = Annotated[str, StringConstraints(min_length=1, max_length=200)]

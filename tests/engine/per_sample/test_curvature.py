@@ -89,5 +89,9 @@ def test_what_no_loss_reaches_has_no_curvature() -> None:
     found = kronecker(
         model, [{"0": x}], lambda z: F.relu(z[:, 0] * 0.0), TwoSided(9), corrected=True
     )
+    rows = torch.ones(1, 14, dtype=torch.float64)
     for block in found.blocks.values():
         assert not block.values.any()
+        out = torch.zeros_like(rows)
+        block.solve(rows, out, damping=None)
+        assert not out.any()

@@ -70,9 +70,11 @@ class EigenBlock:
         """Write (H + λ)⁻¹ times the block's numbers of rows to their places in `out`.
 
         Args:
-            damping: λ, by default `DAMPING` times the mean of Λ.
+            damping: λ, by default `DAMPING` times the mean of Λ. Where that is 0, `out` stays.
         """
-        added = DAMPING * self.values.mean() if damping is None else damping
+        added = DAMPING * float(self.values.mean()) if damping is None else damping
+        if not added:
+            return
         rotated = self.rotated(rows_BK) / (self.values + added).to(rows_BK.dtype)
         out_BK[:, self.index] = self.left @ rotated @ self.right.T
 
