@@ -36,7 +36,7 @@ from gradbox_engine.per_sample.request import SampleResult
 from gradbox_engine.requests import Shard
 from gradbox_factors import Outer, Positions, Term, TwoSided, projected_rows
 
-DAMPING: Final = 0.1  # of a block's mean eigenvalue: what kronfluence adds
+DAMPING: Final = 0.1  # of a block's mean eigenvalue: kronfluence's with `damping_factor=None`
 
 
 @dataclass(frozen=True)
