@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self, TypeVar
 
 import httpx
@@ -15,13 +14,13 @@ from gradbox.http.connection import Connection, Retry
 from gradbox.http.posting import Answered
 from gradbox.job import Job, JobWaits
 from gradbox.local import Ended
-from gradbox.protocol import JobList, RunList
+from gradbox.protocol import BlobList, JobList, RunList
 from gradbox.settings import ClientSettings, find_settings
 from gradbox.submitting import Submitter
 
 # The most jobs, or runs, that a box lists in one answer.
 PAGE: Final = 500
-Page = TypeVar("Page", JobList, RunList)
+Page = TypeVar("Page", JobList, RunList, BlobList)
 Listing = TypeVar("Listing")
 
 
@@ -64,12 +63,7 @@ class BoxClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def close(self) -> None:
