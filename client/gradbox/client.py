@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Unpack
 
-import httpx
-
 from gradbox.batch import Batch
 from gradbox.computations import Computation
-from gradbox.errors import UnusableModel
+from gradbox.computations.computation import Submission
+from gradbox.errors import MissingBlobs, UnusableModel
 from gradbox.html import Iterated, Listed
 from gradbox.http.paths import blob_path, job_path, model_path
 from gradbox.http.posting import Answered
@@ -26,6 +25,7 @@ from gradbox.protocol import (
     ModelKeywords,
     ModelList,
     ModelView,
+    parse_posted,
 )
 from gradbox.results.result import GradResult
 from gradbox.runs.of_client import RunsClient
@@ -115,6 +115,33 @@ class GradClient(RunsClient, StoresClient):
         answered = self._submitter.submit(computation, progress=progress, wait_s=QUICK_S)
         return self._handle(answered).result(progress=progress)
 
+    def again(self, job_id: str, **changes: Any) -> Job:
+        """Submit a job once more, from what the box has of it, and return the new one's handle.
+
+            job = client.again(result.manifest.job, seed=1)
+
+        Nothing is sent: its tensors and graphs are on the box. The model's version is as it was.
+
+        Args:
+            changes: options in place of the job's own, such as seed, mode, wrt or precision.
+
+        Raises:
+            JobNotFound: there is no such job of this user's.
+            MissingBlobs: tensors of it have left the box.
+            InvalidJob: the job cannot be run so; a step and a query belong to their run and store.
+        """
+        found = self._connection.request("GET", f"{job_path(job_id)}/spec")
+        spec = parse_posted({**found.json(), **changes})
+        try:
+            return self._send(Submission(spec, blobs=(), large=()))
+        except MissingBlobs as error:
+            raise MissingBlobs(
+                f"expected the tensors of job {job_id} on the box, but {len(error.missing)} of its "
+                f"blobs have been removed, {error.missing[0]} for one: submit it by the program "
+                f"that made it, which sends them again",
+                missing=error.missing,
+            ) from None
+
     def estimate(self, computation: Computation, *, progress: bool | None = None) -> Estimate:
         """Say what a job would take: whether it fits, memory, seconds, bytes, and the wait.
 
@@ -185,14 +212,8 @@ class GradClient(RunsClient, StoresClient):
 
     def blobs(self) -> list[BlobView]:
         """Return what this user has sent to the box and is there still, in no particular order."""
-        found: list[BlobView] = []
-        query = ""
-        while True:
-            page = self._connection.ask(BlobList, "GET", f"/v1/blobs{query}")
-            found += page.blobs
-            if page.next is None:
-                return found
-            query = f"?{httpx.QueryParams(cursor=page.next)}"
+        _, views = self._listed("/v1/blobs", BlobList, lambda page: page.blobs, {}, None)
+        return list(views)
 
     def delete_blob(self, digest: str) -> None:
         """Delete a blob of this user's; nothing happens if it is gone.

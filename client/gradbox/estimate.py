@@ -22,25 +22,10 @@ class Estimate(EstimateView):
             job = client.submit(computation)
 
     Attributes:
-        fits: whether the job fits the device that was asked, with one shard's graph at a time.
-        peak_bytes: memory at the job's peak with one shard's graph at a time (`retain=0`). On a CPU
-            it is the process's, on a GPU the allocator's, as `manifest.peak_memory_bytes` of a
-            result. Where memory ran out while it was measured, it is this or more.
-        peak_retained_bytes: the same with the graphs that the job's `retain` would keep.
-        shards_retained: how many graphs that are; None where a computation keeps none.
-        before_bytes: what of it was taken before the job began: models, and a CPU's process.
-        most_bytes: what the device has for it.
-        seconds: on the device, without the wait, and without loading the model; None where memory
-            ran out.
-        upload_bytes: the tensors that the job names. By now they are on the box.
-        result_bytes: the tensors of its result.
-        device: what was asked.
-        device_bytes: all of its memory.
         queue_position: where a job that is submitted now would wait, 1 for the next one; 0: it
             would begin at once.
         waits_s: about how long; None if nobody can say.
         hold: why no waiting job is handed to a device now, if none is.
-        advice: what to change where it does not fit.
     """
 
     queue_position: int

@@ -118,7 +118,8 @@ def test_only_the_owner_of_the_box_sees_and_cancels_everybodys_jobs(
     run_job(service.backing, second, data=b"rows")
     refused = eve.get("/v1/jobs", params={"all": "true"})
     assert (refused.status_code, refused.json()["type"]) == (403, "urn:gradbox:problem:owner-only")
-    for method, path in (("GET", ""), ("DELETE", ""), ("GET", "/events"), ("GET", "/result")):
+    for asked in ("DELETE ", "GET ", "GET /events", "GET /result", "GET /spec"):
+        method, path = asked.split(" ")
         answer = eve.request(method, f"/v1/jobs/{job_id}{path}")
         assert answer.status_code == 404
         assert answer.json()["type"] == "urn:gradbox:problem:job-not-found"

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,26 @@ def test_a_job_that_is_done_shows_its_receipt(open_page: Open, box: TestBox) -> 
     with visit.page.expect_download() as download:
         dialog.get_by_role("link", name="Download").click()
     assert download.value.suggested_filename == f"{job.id}.safetensors"
+
+
+def test_a_job_is_copied_as_code_that_runs_it_again(open_page: Open, box: TestBox) -> None:
+    with box.client(box.other_token) as client:
+        job = client.submit(slow_job("copied", num_shards=2))
+        job.wait()
+        visit = open_page(box.url)
+        visit.log_in(box.other_token)
+        visit.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        visit.page.goto(f"{box.url}/#/jobs/{job.id}")
+        dialog = visit.page.get_by_role("dialog")
+        dialog.get_by_text("Run it again").click()
+        code = dialog.get_by_label("Code")
+        expect(code).to_contain_text("client.again(")
+        dialog.get_by_role("button", name="TOML").click()
+        expect(code).to_contain_text(f'again = "{job.id}"')
+        dialog.get_by_role("button", name="Copy", exact=True).click()
+        expect(dialog.get_by_role("button", name="Copied")).to_be_visible()
+        copied = tomllib.loads(visit.page.evaluate("navigator.clipboard.readText()"))
+        assert client.again(copied.pop("again"), **copied).result().loss == job.result().loss
 
 
 def test_the_boxs_owner_sees_others_jobs_and_a_user_does_not(open_page: Open, box: TestBox) -> None:

@@ -65,8 +65,16 @@ REFERENCE: Final = re.compile(r"(?P<file>.+\.safetensors):(?P<name>.+)")
 FUNCTION: Final = re.compile(r".+\.py:\w+")
 
 
-def read_job(path: Path) -> Computation:
-    """Read a job file and the files that it names.
+@dataclass(frozen=True)
+class Again:
+    """A job that the box has, once more; `changes` are options in place of its own."""
+
+    job: str
+    changes: Mapping[str, Any]
+
+
+def read_job(path: Path) -> Computation | Again:
+    """Read a job file and the files that it names; `again = "ID"` in one names a job of the box.
 
     Raises:
         InvalidJob: it is no job; the message names the file and the key.
@@ -77,6 +85,8 @@ def read_job(path: Path) -> Computation:
         raise InvalidJob(f"{path}: expected a job file, got: {error.strerror}") from None
     except ValueError as error:
         raise InvalidJob(f"{path}: expected TOML, got: {error}") from None
+    if "again" in document:
+        return Again(str(document.pop("again")), document)
     try:
         return _computation(document, files=Files(path.parent))
     except InvalidJob as error:

@@ -1,4 +1,4 @@
-"""`gradbox submit JOB.toml`: any computation from files."""
+"""`gradbox submit JOB.toml`: any computation from files; `--again ID`: one that the box has."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from gradbox.cli.job_file import read_job
+from gradbox.cli.completion import complete_job
+from gradbox.cli.job_file import Again, read_job
 from gradbox.cli.jobs import find_job, say_how_it_ended
 from gradbox.cli.output import AsJson, complain, say, say_json
 from gradbox.cli.result import OutputFile, check_folder, fetch
@@ -17,7 +18,16 @@ from gradbox.errors import InvalidJob
 from gradbox.estimate import Estimate
 
 JobFile = Annotated[
-    Path, typer.Argument(metavar="JOB.toml", help="the job; docs/cli.md says what it holds")
+    Path | None, typer.Argument(metavar="JOB.toml", help="the job; docs/cli.md says what it holds")
+]
+JobAgain = Annotated[
+    str | None,
+    typer.Option(
+        "--again",
+        metavar="ID",
+        help="this job once more, from what the box has of it",
+        autocompletion=complete_job,
+    ),
 ]
 Ask = Annotated[
     bool, typer.Option("--estimate", help="say what the job would take, and submit nothing")
@@ -26,27 +36,35 @@ Wait = Annotated[bool, typer.Option("--wait", help="wait until the job is over")
 
 
 def run(
-    job_file: JobFile,
+    job_file: JobFile = None,
     *,
+    again: JobAgain = None,
     estimate: Ask = False,
     wait: Wait = False,
     output: OutputFile = None,
     json: AsJson = False,
 ) -> int:
     """Submit the job and print its id; with -o wait for it and fetch its result."""
+    if (job_file is None) == (again is None):
+        raise typer.BadParameter("expected JOB.toml, or --again with the id of a job")
     if output is not None and not check_folder(output):
         return 2
-    computation = read_job(job_file)
+    asked = Again(again or "", {}) if job_file is None else read_job(job_file)
+    if estimate and isinstance(asked, Again):
+        raise typer.BadParameter("--estimate: expected a JOB.toml that describes all of a job")
     with GradClient() as client:
-        continued = getattr(computation, "loss", None)
+        continued = getattr(asked, "loss", None)
         if isinstance(continued, Cotangents):
             continued.forward = find_job(client, continued.forward).id
         try:
-            if estimate:
-                return say_estimate(client.estimate(computation), json=json)
-            job = client.submit(computation)
+            if isinstance(asked, Again):
+                job = client.again(find_job(client, asked.job).id, **asked.changes)
+            elif estimate:
+                return say_estimate(client.estimate(asked), json=json)
+            else:
+                job = client.submit(asked)
         except InvalidJob as error:
-            error.args = (f"{job_file}: {error}",)
+            error.args = (f"{job_file or again}: {error}",)
             raise
         if json and not wait and output is None:
             say_json(job.view.model_dump(mode="json"))

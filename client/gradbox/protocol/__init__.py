@@ -3,10 +3,12 @@
 Read `spec` first: a job as it is posted. `options` are those of all jobs, `spec_fields` what specs
 name tensors and functions by, `per_sample` the two specs that have a row for every sample, `views`
 what the service answers about jobs and models, `box` about the whole box, `problem` how
-errors travel, `receipt` what a result file says of its own making. `runs` makes a run and tells of
-it, with `optimizers`; `stores` does so of a gradient store. docs/wire.md states the same in prose.
+errors travel, `receipt` what a result file says of its own making, `again` how a job runs anew.
+`runs` makes a run and tells of it, with `optimizers`; `stores` does so of a gradient store.
+docs/wire.md states the same in prose.
 """
 
+from gradbox.protocol.again import CodeForm as CodeForm
 from gradbox.protocol.box import BoxJob as BoxJob
 from gradbox.protocol.box import BoxModel as BoxModel
 from gradbox.protocol.box import BoxView as BoxView

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from gradbox.protocol.again import OFTEN_CHANGED, CodeForm, code_again
 from gradbox.protocol.stores import CurvatureView
 from gradbox.protocol.views import EstimateView, View
 
@@ -143,3 +144,13 @@ class Receipt(View):
     attempts: int = 1
     resumed: int = 0
     estimate: EstimateView | None = None
+
+    def code(self, form: CodeForm = "python") -> str:
+        """Return code that runs the job once more, from what its box has of it.
+
+        It is Python, the TOML that `gradbox submit` reads, or a call of curl. A job's page on the
+        dashboard has more of its options in it.
+        """
+        options = {name: getattr(self, name) for name in OFTEN_CHANGED}
+        at_cotangents = self.computation == "gradient" and self.loss is None
+        return code_again(self.job, form, {} if at_cotangents else options)

@@ -151,15 +151,22 @@ class ResultView(View):
 class EstimateView(View):
     """What a job takes, as it was measured on a few of its shards.
 
-    `peak_bytes` is the memory's peak with one shard's graph at a time (retain=0), the process's
-    whole memory on a CPU, and `peak_retained_bytes` that with the graphs of `shards_retained` kept,
-    as the job's own `retain` has them; `before_bytes` of it were taken before the job began. The
-    job `fits` where the first is at most `most_bytes`, which is what the device had for it then.
-    Where memory ran out already, it is at least `peak_bytes`, and `seconds` is None.
-
-    `seconds` are those on the device, without queue, loading of the model and inputs.
-    `upload_bytes` are the tensors that the job names, `result_bytes` those of its result. `device`
-    had `device_bytes` of memory in all. `advice` says in words what to change.
+    Attributes:
+        fits: whether the job fits the device that was asked, with one shard's graph at a time.
+        peak_bytes: memory at the job's peak with one shard's graph at a time (`retain=0`). On a CPU
+            it is the process's, on a GPU the allocator's, as `manifest.peak_memory_bytes` of a
+            result. Where memory ran out while it was measured, it is this or more.
+        peak_retained_bytes: the same with the graphs that the job's `retain` would keep.
+        before_bytes: what of it was taken before the job began: models, and a CPU's process.
+        most_bytes: what the device has for it.
+        device: what was asked.
+        device_bytes: all of its memory.
+        seconds: on the device, without the wait, and without loading the model; None where memory
+            ran out.
+        shards_retained: how many graphs would be kept; None where a computation keeps none.
+        upload_bytes: the tensors that the job names. By now they are on the box.
+        result_bytes: the tensors of its result.
+        advice: what to change where it does not fit.
     """
 
     fits: bool

@@ -55,6 +55,8 @@ JOB_ANSWER: Described = {
     "headers": {"Preference-Applied": header("`wait=N`, where the job's end was waited for")},
 }
 
+SPEC_ANSWER: Described = {"content": {"application/json": {}, "text/plain": {"schema": TEXT}}}
+
 
 IDEMPOTENCY_KEY = sent(
     "idempotency-key",

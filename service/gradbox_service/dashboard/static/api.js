@@ -11,7 +11,7 @@ export class Problem extends Error {
   }
 }
 
-/** Call the service; returns the body in JSON, or null where there is none. Throws a Problem. */
+/** Call the service; returns the body, read if it is JSON, or null where there is none. Throws a Problem. */
 export async function call(method, path, body) {
   const headers = { "X-Gradbox-Dashboard": "1" };
   if (body !== undefined) headers["Content-Type"] = "application/json";
@@ -26,7 +26,8 @@ export async function call(method, path, body) {
       category: "transient",
     });
   }
-  if (answer.ok) return answer.status === 204 ? null : answer.json();
+  if (answer.status === 204) return null;
+  if (answer.ok) return answer.headers.get("Content-Type").startsWith("text/") ? answer.text() : answer.json();
   throw new Problem(await described(answer));
 }
 

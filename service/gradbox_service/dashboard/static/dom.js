@@ -1,6 +1,7 @@
 // Elements from plain data. Text is only ever set as text: nothing here parses HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
+const COPIED_MS = 2000;
 
 /** An HTML element; `props` are attributes, and `on` (listeners), `style`, `text`, `dataset`. */
 export function h(tag, props = {}, ...children) {
@@ -68,6 +69,18 @@ export function keyed(parent, items, { key, make, update }) {
 /** Text with `code` in backticks, as the service writes it: a list of nodes. */
 export function prose(text) {
   return text.split("`").map((part, index) => (index % 2 ? h("code", { text: part }) : part));
+}
+
+/** A button that copies what an element says. */
+export function copyButton(element) {
+  const button = h("button", { type: "button", class: "quiet", text: "Copy" });
+  button.addEventListener("click", async () => {
+    getSelection().selectAllChildren(element); // where the browser lets no page write to the clipboard
+    await navigator.clipboard?.writeText(element.textContent);
+    button.textContent = navigator.clipboard ? "Copied" : "Selected";
+    setTimeout(() => { button.textContent = "Copy"; }, COPIED_MS);
+  });
+  return button;
 }
 
 /** Say something to a screen reader, once. */

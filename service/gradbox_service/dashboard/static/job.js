@@ -4,12 +4,17 @@ import { get } from "/static/api.js";
 import { box, now, onChange, waits } from "/static/box.js";
 import { cancelButton } from "/static/cancel.js";
 import { stack } from "/static/charts.js";
-import { h, say } from "/static/dom.js";
+import { copyButton, h, say } from "/static/dom.js";
 import { bytes, duration, moment, ticking, words } from "/static/format.js";
 import { problemBlock } from "/static/problem.js";
 
 // A job that waits behind those that the box shows is asked for by itself.
 const LOOK_AGAIN_MS = 1000;
+// Those that are no part of a run or a store, and as what each is written.
+const ALONE = [
+  "gradient", "forward", "per_sample_gradient", "jacobian", "mixed_gradient", "hessian_product", "inverse_hessian",
+];
+const FORMS = [["python", "Python"], ["toml", "TOML"], ["curl", "curl"]];
 const PHASES = ["queued", "load", "forward", "cotangents", "replay", "samples", "products"];
 
 /** Fill the dialog with a job and show it; follows the job until the dialog is closed. */
@@ -44,6 +49,7 @@ export function showJob(id) {
     const parts = [facts(job)];
     if (job.error) parts.push(h("h3", { text: "Why it failed" }), problemBlock(job.error, { role: "note" }));
     if (job.result) parts.push(...(await receiptParts(job)));
+    if (ALONE.includes(job.computation)) parts.push(again(job));
     const actions = h("div", { class: "actions" });
     if (job.state === "queued" || job.state === "running") actions.append(cancelButton(id, job.name || words(job.computation)));
     if (job.result) actions.append(h("a", { class: "button", href: `/v1/jobs/${id}/result`, download: `${id}.safetensors` }, `Download ${bytes(job.result.size_bytes)}`));
@@ -146,6 +152,24 @@ async function receiptParts(job) {
       ["Versions", `torch ${receipt.torch}, gradbox ${receipt.gradbox}`],
     ]),
   ].filter(Boolean);
+}
+
+/** The job as code that runs it once more, asked for when it is opened. */
+function again(job) {
+  const code = h("pre", { tabindex: 0, "aria-label": "Code" });
+  const choice = h("div", { class: "choice", role: "group", "aria-label": "Copy as" }, ...FORMS.map(([form, text]) =>
+    h("button", { type: "button", text, on: { click: (event) => choose(event.currentTarget, form) } })));
+
+  async function choose(button, form) {
+    for (const other of choice.children) other.setAttribute("aria-pressed", String(other === button));
+    try {
+      code.replaceChildren(h("code", { text: await get(`/v1/jobs/${job.id}/spec?form=${form}`) }));
+    } catch (problem) {
+      code.replaceChildren(problemBlock(problem, { role: "note" }));
+    }
+  }
+  const opened = (event) => event.currentTarget.open && choose(choice.firstChild, FORMS[0][0]);
+  return h("details", { class: "program", on: { toggle: opened } }, h("summary", { text: "Run it again" }), choice, code, copyButton(code));
 }
 
 function table(pairs) {

@@ -1,10 +1,8 @@
 // The models that jobs may name: what they take, and whether they can be used.
 
 import { box } from "/static/box.js";
-import { h, keyed, prose, say, set } from "/static/dom.js";
+import { copyButton, h, keyed, prose, say, set } from "/static/dom.js";
 import { count, plural } from "/static/format.js";
-
-const COPIED_MS = 2000;
 
 export function models() {
   const list = h("ul", { class: "models" });
@@ -35,14 +33,7 @@ function card() {
 
 function program() {
   const text = h("pre", { tabindex: 0, "aria-label": "Program" }, h("code"));
-  const copy = h("button", { type: "button", class: "quiet", text: "Copy" });
-  copy.addEventListener("click", async () => {
-    getSelection().selectAllChildren(text); // where the browser lets no page write to the clipboard
-    await navigator.clipboard?.writeText(text.textContent);
-    copy.textContent = navigator.clipboard ? "Copied" : "Selected";
-    setTimeout(() => { copy.textContent = "Copy"; }, COPIED_MS);
-  });
-  return h("details", { class: "program" }, h("summary", { text: "A program to begin with" }), text, copy);
+  return h("details", { class: "program" }, h("summary", { text: "A program to begin with" }), text, copyButton(text));
 }
 
 function updateCard(element, model) {

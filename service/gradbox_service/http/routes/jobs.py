@@ -14,8 +14,9 @@ from fastapi import Depends, Header, Request, Response
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 from starlette.routing import Route
 
-from gradbox.errors import InvalidRequest, Unauthorized
-from gradbox.protocol import JobList, JobState, JobView
+from gradbox.errors import InvalidRequest, JobNotFound, Unauthorized
+from gradbox.protocol import CodeForm, JobList, JobState, JobView
+from gradbox.protocol.again import code_of, posted_again
 from gradbox.spans import Spans, read_traceparent
 from gradbox_service.admission.posting import Sent, post
 from gradbox_service.backing import Backing
@@ -43,6 +44,7 @@ from gradbox_service.http.openapi import (
     JOB_ANSWER,
     MAX_KEY_LENGTH,
     PREFER,
+    SPEC_ANSWER,
     any_of,
     posts_a_job,
     with_blobs,
@@ -174,6 +176,18 @@ async def one_job(
 ) -> Response:
     """One job; `Prefer: wait=N` waits for its end."""
     return await answer_about(record, request, credentials, caller=caller)
+
+
+@router.get("/{job_id}/spec", response_class=Response, responses={200: SPEC_ANSWER})
+def job_spec(record: VisibleJob, box: Box, form: CodeForm | None = None) -> Response:
+    """The job as it is posted once more; with `form`, code that does so."""
+    spec = box.records.spec(record.id)
+    if spec is None:
+        raise JobNotFound(f"job {record.id} was removed while it was asked for")
+    again = posted_again(spec, model_version=record.model_version)
+    if form is None:
+        return Response(again.model_dump_json(), media_type="application/json")
+    return Response(code_of(again, form, job=record.id), media_type="text/plain")
 
 
 @router.delete("/{job_id}", status_code=202)
