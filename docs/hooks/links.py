@@ -33,7 +33,8 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
             return f"[{link['text']}]({config.repo_url.rstrip('/')}/blob/main/{link['path']})"
         text = link["text"].strip("`")
         shown = f"`{link['path']}`"
-        return shown if text == link["path"] else f"{link['text']} ({shown})"
+        named = link["path"].endswith(text)
+        return shown if named else f"{link['text']} ({shown})"
 
     return OUTSIDE.sub(replaced, markdown)
 
