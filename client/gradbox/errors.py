@@ -50,6 +50,7 @@ that does not print, since parts of them may come from the other side.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from traceback import TracebackException
 from typing import ClassVar, Final, Literal
 
@@ -146,7 +147,7 @@ class MissingBlobs(InvalidInputs):
     code = "missing-blobs"
     title = "Blobs are missing"
 
-    def __init__(self, message: str, *, missing: tuple[str, ...] = ()) -> None:
+    def __init__(self, message: str, *, missing: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.missing = missing
 

@@ -130,7 +130,7 @@ COMPUTATIONS = {
     "jacobian": lambda: Jacobian(reduce="vjp", vectors=torch.ones(6, 3).double(), **ROWS),
     "forward": lambda: Forward(readout=lambda output, inputs: output.tanh(), **ROWS),
     "mixed": lambda: MixedGradient(
-        inner=lambda y, Gz: (y * Gz).square().sum(),
+        inner=lambda v, y: (v * y).square().sum(),
         outer=lambda dfdz: dfdz.square().sum(),
         y={"y": torch.ones(3).double().requires_grad_()},
         **ROWS,

@@ -184,9 +184,8 @@ def test_what_does_not_fit_is_said_with_the_way_out() -> None:
         "  wait    place 3 in the queue, about 12 s\n"
         "  advice  cut the inputs into smaller shards"
     )
-    assert "no job begins for now: the box is paused" in repr(
-        said.model_copy(update={"hold": "paused"})
-    )
+    paused = said.model_copy(update={"hold": "paused"})
+    assert "no job begins for now: the box is paused" in repr(paused)
 
 
 def test_an_estimate_of_a_job_file(

@@ -12,7 +12,6 @@ from gradbox.errors import (
     GradboxError,
     InvalidRequest,
     JobFailed,
-    RunConflict,
     ServiceUnavailable,
 )
 
@@ -102,8 +101,8 @@ def _by_code() -> dict[str, type[GradboxError]]:
 
 def _raised(problem: Problem, kind: type[GradboxError]) -> GradboxError:
     error = kind(problem.detail)
-    if isinstance(error, RunConflict):
-        where = problem.model_extra or {}
-        error.num_steps, error.under_way = where.get("num_steps"), where.get("under_way")
+    # Which blobs are missing, where a run is: the fields that the class has beside its message.
+    more = problem.model_extra or {}
+    vars(error).update({name: more[name] for name in more.keys() & vars(error).keys()})
     error.category = problem.category
     return error
