@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import Final
 
 from gradbox.computations import Computation
@@ -48,15 +47,10 @@ class Batch:
     def __enter__(self) -> Batch:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is not None:
+    def __exit__(self, kind: object, *raised: object) -> None:
+        if kind is not None:
             self._stop.set()
-        self._pool.shutdown(cancel_futures=error is not None)
+        self._pool.shutdown(cancel_futures=kind is not None)
 
     def __len__(self) -> int:
         return len(self._sent)

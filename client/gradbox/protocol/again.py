@@ -1,4 +1,4 @@
-"""A job once more: what is posted for it, and the code that does so.
+"""Code that runs a job once more: Python, the TOML that `gradbox submit` reads, a call of curl.
 
 The box has the tensors of a job by their digests, and its functions as graphs. So code names the
 job for these, with a comment for each, and has its plain options as they were, to be changed.
@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from hashlib import sha256
 from typing import Any, Final, Literal
 
-from gradbox.protocol.spec import CotangentGradientSpec, GradientSpec, JobSpec, PostedSpec
-from gradbox.protocol.spec_fields import CotangentsLoss
+from gradbox.protocol.spec import PostedSpec
 
 CodeForm = Literal["python", "toml", "curl"]
 
@@ -36,15 +35,6 @@ curl -sf -H "Authorization: Bearer $GRADBOX_TOKEN" "$GRADBOX_URL/v1/jobs/{job}/s
     curl --fail-with-body -H "Authorization: Bearer $GRADBOX_TOKEN" \\
         -H "Content-Type: application/json" --data-binary @- "$GRADBOX_URL/v1/jobs"
 """
-
-
-def posted_again(spec: JobSpec, *, model_version: str) -> PostedSpec:
-    """Return what is posted for a job once more, on the version of the model that it had."""
-    if isinstance(spec, GradientSpec) and isinstance(spec.loss, CotangentsLoss):
-        own = {name: getattr(spec, name) for name in CotangentGradientSpec.model_fields}
-        return CotangentGradientSpec.model_construct(**own)
-    pinned = f"{spec.model.partition('@')[0]}@{model_version[:DIGITS]}"
-    return spec.model_copy(update={"model": pinned})
 
 
 def code_of(spec: PostedSpec, form: CodeForm, *, job: str) -> str:

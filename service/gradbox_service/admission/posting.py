@@ -29,6 +29,7 @@ from gradbox.protocol import (
     GradientSpec,
     JobSpec,
     OperationMode,
+    PostedSpec,
     SetLossSpec,
     StateSpec,
     StepSpec,
@@ -60,6 +61,8 @@ from gradbox_service.queue.dispatch import Dispatcher
 from gradbox_service.runs.record import RunRecord
 from gradbox_service.settings import Settings
 
+# As many of a version's digits as name it.
+PINNED_DIGITS: Final = 16
 # How old a look at Redis' memory may be: it does not fill up faster.
 MEMORY_S: Final = 1.0
 
@@ -180,6 +183,15 @@ def post(body: bytes, sent: Sent, *, at: Admission) -> JobRecord:
         return queue(settled, digest=digest, forward=forward, run=run, sent=sent, at=at)
 
     return unless_posted(queued, digest=digest, sent=sent, at=at)
+
+
+def posted_again(spec: JobSpec, *, model_version: str) -> PostedSpec:
+    """Return what is posted for a job once more, on the version of the model that it had."""
+    if isinstance(spec, GradientSpec) and isinstance(spec.loss, CotangentsLoss):
+        own = {name: getattr(spec, name) for name in CotangentGradientSpec.model_fields}
+        return CotangentGradientSpec.model_construct(**own)
+    pinned = f"{spec.model.partition('@')[0]}@{model_version[:PINNED_DIGITS]}"
+    return spec.model_copy(update={"model": pinned})
 
 
 def unless_posted(

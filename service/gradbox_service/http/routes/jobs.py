@@ -16,9 +16,9 @@ from starlette.routing import Route
 
 from gradbox.errors import InvalidRequest, JobNotFound, Unauthorized
 from gradbox.protocol import CodeForm, JobList, JobState, JobView
-from gradbox.protocol.again import code_of, posted_again
+from gradbox.protocol.again import code_of
 from gradbox.spans import Spans, read_traceparent
-from gradbox_service.admission.posting import Sent, post
+from gradbox_service.admission.posting import Sent, post, posted_again
 from gradbox_service.backing import Backing
 from gradbox_service.http.allowances import OpenRequests, stream
 from gradbox_service.http.auth import (
