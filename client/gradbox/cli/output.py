@@ -16,7 +16,6 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import typer
 
-from gradbox.html import told
 from gradbox.printable import printable
 
 if TYPE_CHECKING:
@@ -86,6 +85,8 @@ def say_view(view: BaseModel, *, json: bool) -> int:
     if json:
         say_json(view.model_dump(mode="json"))
         return 0
+    from gradbox.html import told  # takes pydantic, which `--help` waits for otherwise
+
     facts, tables = told(view, most=sys.maxsize)
     for name, text in facts.items():
         # A problem has several lines; all other text is somebody's, and stays on one.
