@@ -1,6 +1,4 @@
-"""What the site has beside its pages: the landing page's figure, and llms.txt.
-
-llms.txt lists every page with its first sentence, for programs that read the site.
+"""What the site has beside its pages: llms.txt, every page with its first sentence, for programs.
 
 Source: https://llmstxt.org for its form.
 """
@@ -12,20 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-FIGURES = ("pictures/first.svg", "pictures/first.png", "replay.png")
 LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 # A paragraph of text: no heading, table, list, fence, picture or directive, and not indented.
 TEXT = re.compile(r"(?=[A-Z`\[])[^\n].*", re.DOTALL)
 SENTENCE = re.compile(r".+?[.:!?](?=\s|$)")
 
 _nav: Any = None
-
-
-def on_config(config: Any) -> Any:
-    """Let the landing page show the newest figure that there is."""
-    docs = Path(config.docs_dir)
-    config.extra["figure"] = next(name for name in FIGURES if (docs / name).is_file())
-    return config
 
 
 def on_nav(nav: Any, **_: Any) -> Any:
