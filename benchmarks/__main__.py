@@ -231,6 +231,12 @@ def _estimates(_: argparse.Namespace) -> str:
     return estimates_section(measure_estimates())
 
 
+def _attribution(args: argparse.Namespace) -> str:
+    from benchmarks.attribution.report import attribution_section, measure_attribution
+
+    return attribution_section(measure_attribution(num_subsets=args.subsets))
+
+
 ALL: Final[Mapping[str, Callable[[argparse.Namespace], str]]] = {
     "replay": _replay,
     "batch-sizes": _batch_sizes,
@@ -252,6 +258,7 @@ ALL: Final[Mapping[str, Callable[[argparse.Namespace], str]]] = {
     "cluster": _cluster,
     "scale": _scale,
     "per-sample": _per_sample,
+    "attribution": _attribution,
 }
 
 

@@ -109,6 +109,9 @@ def options(benchmarks: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument(
         "--against", type=Path, help="measure those of another source tree as well, in turn"
     )
+    parser.add_argument(
+        "--subsets", type=int, default=100, help="that attribution retrains models on [100]"
+    )
     parser.add_argument("--shard", type=int, default=16, help="samples of a shard [16]")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds [5]")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch [1]")
