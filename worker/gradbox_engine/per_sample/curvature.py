@@ -64,7 +64,7 @@ class EigenBlock:
 
     def rotated(self, rows_BK: Tensor) -> Tensor:
         """Return the block's numbers of rows in its eigenvectors, (B, r, c)."""
-        return self.left.T @ rows_BK[:, self.index] @ self.right
+        return _between(self.left, rows_BK[:, self.index], self.right)
 
     def solve(self, rows_BK: Tensor, out_BK: Tensor, *, damping: float | None) -> None:
         """Write (H + λ)⁻¹ times the block's numbers of rows to their places in `out`.
@@ -76,7 +76,7 @@ class EigenBlock:
         if not added:
             return
         rotated = self.rotated(rows_BK) / (self.values + added).to(rows_BK.dtype)
-        out_BK[:, self.index] = self.left @ rotated @ self.right.T
+        out_BK[:, self.index] = _between(self.left.T, rotated, self.right.T)
 
 
 @dataclass(frozen=True)
@@ -178,6 +178,11 @@ class SecondMoments(SampleSums):
             names: replace(block, values=found.arrays[names[0]] / found.samples)
             for names, block in self._blocks.items()
         }
+
+
+def _between(left: Tensor, blocks_Brc: Tensor, right: Tensor) -> Tensor:
+    """Return leftᵀ M right of each block; left @ M is one product a block, 50 times as slow."""
+    return (blocks_Brc.mT @ left).mT @ right
 
 
 def _factors(term: Term, projection: TwoSided) -> tuple[Tensor, Tensor, bool] | None:
