@@ -1,30 +1,30 @@
 """What a job would take, measured on a few of its shards and extrapolated by counts.
 
-    in two phases    the shards of `sampled` run with the loss at its full size and no graph kept;
-                     further graphs are added as the budget of `retain` would admit them
-    rows             those shards as a job of their own; what is kept of each sample is added
+The shards of `sampled` run as a job of their own, by the calls that the job itself would run by,
+and a loss sees Z at its full size. They run twice: first as the job is, which warms up, then with
+no graph kept. What the first run took more are graphs.
 
-    seconds = Σᵢ Fᵢ + the loss + Σ_{kept} Bᵢ + Σ_{others} (F + B)ᵢ,    F, B linear in a shard's size
+    memory    the peak of the second run, and what the job keeps of each further shard
+    seconds   those of the second run, and of each further shard what one of its size took
 
-It runs by the calls that the job itself would run by, twice: the first time warms up. On several
-devices it is the range with most to do that counts, and what they move between them is left out.
+On several devices it is the range with most to do that counts, and what they move between them is
+left out.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 
 from gradbox.protocol import (
     EstimateView,
     ForwardSpec,
+    JacobianSpec,
     JobSpec,
     MixedGradientSpec,
     PerSampleGradientSpec,
@@ -35,13 +35,9 @@ from gradbox.protocol import (
     names_in,
 )
 from gradbox.protocol.spec_fields import DIGEST
-from gradbox_engine.model.calling.shard_feed import Position, all_positions
-from gradbox_engine.ranges import Range
-from gradbox_engine.replay.retention import GraphBudget
-from gradbox_service.store import Room
+from gradbox_engine.replay.retention import graph_budget
 from gradbox_service.store.room import in_units
 from gradbox_worker.computations import step
-from gradbox_worker.computations.checkpoints import JobCheckpoints, Pace
 from gradbox_worker.computations.identity import device_name
 from gradbox_worker.computations.job import Compute, Computed, LoadedJob
 from gradbox_worker.computations.leading import ALONE
@@ -53,19 +49,20 @@ from gradbox_worker.computations.memory import (
 from gradbox_worker.computations.per_sample import ENGINE_SHARE
 from gradbox_worker.computations.placement import memory_bytes
 from gradbox_worker.computations.sampled import (
-    CountedRows,
+    FullSize,
     SampledGroup,
-    SampledLeading,
     SampledTensors,
     Stopwatch,
 )
-from gradbox_worker.files.result_in_memory import ResultInMemory
-from gradbox_worker.files.result_in_place import ResultOnDisk
+from gradbox_worker.files.result_in_memory import ResultPlace
 from gradbox_worker.runs import HeldRun
 
-# A first run that took so long is not repeated.
-LONG_S: Final = 10.0
 GRAMS: Final = ("gram", "gram_trace")
+# Sections of a result: what does not grow with the shards, and what a loss has at its full size.
+OF_THE_MODEL: Final = ("grads", "buffers", "loss_buffers")
+SEEN_BY_LOSS: Final = ("outputs/", "cotangents/", "dfdz/")
+
+Place = Callable[[], ResultPlace]
 
 
 @dataclass(frozen=True)
@@ -77,21 +74,31 @@ class Found:
     result_bytes: int
     retained_bytes: int = 0  # of graphs that are kept beside the one that runs
     shards_retained: int | None = None
-    graph_bytes: int = 0  # of the largest shard
+    graph_bytes: int = 0  # of the largest shard; 0 where none was kept
 
 
-def measured(job: LoadedJob, computation: Compute, *, most_bytes: int) -> Computed:
+@dataclass(frozen=True)
+class Ran:
+    """A run of a few shards."""
+
+    computed: Computed
+    watch: Stopwatch
+    peak_bytes: int
+    rows_bytes: int  # in the file of dense rows
+
+
+def measured(job: LoadedJob, computation: Compute, *, most_bytes: int, place: Place) -> Computed:
     """Return an estimate of a job, and nothing of what it computes.
 
     Args:
         computation: what the job's spec is computed by.
         most_bytes: what may be in the device's memory while the job runs.
+        place: returns where dense rows go, which are thrown away.
     """
     spec, devices = job.work.spec, job.loaded.devices
     give_back_free_memory()
-    before_bytes = used_bytes(*devices)
     shared: dict[str, Any] = {
-        "before_bytes": before_bytes,
+        "before_bytes": used_bytes(*devices),
         "most_bytes": most_bytes,
         "device": device_name(*devices),
         "device_bytes": memory_bytes(*devices),
@@ -110,11 +117,7 @@ def measured(job: LoadedJob, computation: Compute, *, most_bytes: int) -> Comput
         )
         return Computed(tensors={}, facts={"estimate": view}, seconds={})
     with torch.inference_mode(False):
-        found = (
-            _rows(job, spec, computation)
-            if isinstance(spec, SampleSpec)
-            else _phases(job, spec, computation)
-        )
+        found = _found(job, spec, computation, place)
     give_back_free_memory()
     fits = found.peak_bytes <= most_bytes
     view = EstimateView(
@@ -157,172 +160,194 @@ def _advice(spec: JobSpec, found: Found | None) -> str:
     return f"{ways[0]}{graph}, or {', or '.join(ways[1:])}"
 
 
-def _repeated(
-    job: LoadedJob, run: Callable[[Stopwatch], Computed]
-) -> tuple[Computed, Stopwatch, float, int]:
-    """Run twice; return what the second run gave, its times, seconds, and the memory's peak."""
-    for _ in range(2):
-        watch = Stopwatch(job.observer, job.loaded.devices)
-        peak, began_s = PeakMemory(*job.loaded.devices), time.perf_counter()
-        computed = run(watch)
-        seconds, (peak_bytes, _) = time.perf_counter() - began_s, peak.measure()
-        if seconds > LONG_S:
-            break
-    return computed, watch, seconds, peak_bytes
-
-
-def _result_bytes(job: LoadedJob, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return what each tensor takes in the result file."""
-    stored = job.rounding.stored_dtype
-    return {name: x.numel() * stored(name, x.dtype).itemsize for name, x in tensors.items()}
-
-
-def _linear(points: Mapping[int, float]) -> Callable[[int], float]:
-    """Return seconds by a shard's size, through those of one size or two."""
-    (low, low_s), (high, high_s) = min(points.items()), max(points.items())
-    slope = max(0.0, (high_s - low_s) / (high - low)) if high > low else 0.0
-    return lambda size: high_s + slope * (size - high)
-
-
-# --- jobs in two phases ---
-
-
-def _phases(job: LoadedJob, spec: JobSpec, computation: Compute) -> Found:
-    groups = _sampled(job)
-    parts = job.parts()
+def _found(job: LoadedJob, spec: Any, computation: Compute, place: Place) -> Found:
+    """Run a few shards, and extrapolate."""
+    others = getattr(spec, "against_group", None)
+    named = {group.name: group for group in job.work.spec.inputs}
+    groups = [SampledGroup.of(group, named[group.name], job.tensors) for group in job.groups]
+    groups.sort(key=lambda sampled: sampled.name != others)  # as they run
+    own = [sampled for sampled in groups if sampled.name != others]
+    sizes = [size for sampled in own for size in sampled.sizes]
+    parts = job.parts(*(sampled.name for sampled in own))
+    of_parts = [sizes[part.start : part.stop] for part in parts]
     job.leading.alone()
-    retain = getattr(spec, "retain", 0)
-    leading = SampledLeading(groups, retain)
-    compute: Compute = step.gradient_alone if isinstance(spec, StepSpec) else computation
-    plain = spec if isinstance(spec, MixedGradientSpec) else spec.model_copy(update={"retain": 0})
-    cut = replace(
-        job,
-        work=replace(job.work, spec=plain),
-        leading=leading,
-        held_groups=[sampled.cut for sampled in groups],
-        checkpointed=False,
+    keeps_graphs, budget = isinstance(spec, SetLossSpec), None
+    if keeps_graphs:
+        budget = graph_budget(spec.retain, job.loaded.devices, sums_bytes=job.loaded.size_bytes)
+        budget.has_room()  # measures what is free, as before the first shard
+    alone = spec.model_copy(update={"retain": 0}) if hasattr(spec, "retain") else spec
+    with SampledTensors(job.tensors, _by_sample(spec, groups)) as tensors:
+        cut = replace(job, tensors=tensors, leading=ALONE, checkpointed=False)
+        run = partial(_run, cut, computation=computation, groups=groups, place=place)
+        first = run(spec if keeps_graphs else alone)
+        first_bytes, num_kept = first.peak_bytes, first.computed.facts.get("shards_retained", 0)
+        del first  # what it computed would count
+        ran = run(alone)
+        grown = _sizes(job, ran, groups)
+        if getattr(spec, "form", "") == "auto" and not ran.rows_bytes:
+            kept_bytes = sum(whole for name, (_, whole) in grown.items() if "factors/" in name)
+            if kept_bytes > job.result_memory_bytes * ENGINE_SHARE:
+                ran = run(spec.model_copy(update={"form": "dense"}))
+                grown = _sizes(job, ran, groups)
+        grown_bytes = _factors_bytes(spec, groups[0], run)
+    seen = () if isinstance(spec, SampleSpec | ForwardSpec) else SEEN_BY_LOSS
+    grown_bytes += sum(
+        whole - taken for name, (taken, whole) in grown.items() if not name.startswith(seen)
     )
-    computed, watch, _, peak_bytes = _repeated(
-        job, lambda watch: compute(replace(cut, observer=watch), plain)
-    )
-    made = leading.graphs
-    assert made is not None
-    shards = ShardSeconds.of(groups, watch, in_order=isinstance(spec, MixedGradientSpec))
-    positions = all_positions([sampled.group for sampled in groups])
-    of_parts = [positions[part.start : part.stop] for part in parts]
-    graphs = [_graph_bytes(groups, made.saved_bytes, at) for at in of_parts[0]]
-    last_is_kept = made.budget is not None and not isinstance(spec, ForwardSpec)
-    kept = _kept(graphs[:-1] if last_is_kept else graphs, made.budget)
-    total = partial(shards.total, kept=kept, last_is_kept=last_is_kept, kept_s=made.forward_s)
-    num_kept = (len(kept) + last_is_kept) * len(parts)
+    rows_bytes = round(ran.rows_bytes * own[-1].share(own[-1].rows))
+    if job.work.in_memory:
+        grown_bytes += rows_bytes - ran.rows_bytes
+    # The last shard's graph is kept in any case, and in both runs.
+    counted = [size for sampled in own for size in sampled.run_sizes][: max(0, num_kept - 1)]
+    graph_bytes = max(0, first_bytes - ran.peak_bytes) / max(1, sum(counted))  # by size
+    kept = [
+        size
+        for size in of_parts[0][:-1]
+        if budget and counted and budget.has_room() and budget.admit(round(graph_bytes * size))
+    ]
     found = Found(
-        peak_bytes=peak_bytes,
-        seconds=max(map(total, of_parts)) + computed.seconds.get("cotangents", 0.0),
-        result_bytes=sum(_result_bytes(job, computed.tensors).values()),
-        retained_bytes=round(made.in_memory * sum(graphs[place] for place in kept)),
-        shards_retained=None if made.budget is None else num_kept,
-        graph_bytes=max(made.saved_bytes.values(), default=0),
+        peak_bytes=ran.peak_bytes + grown_bytes,
+        seconds=_seconds(ran, spec, groups, of_parts=of_parts, kept=sum(kept)),
+        result_bytes=rows_bytes + sum(whole for _, whole in grown.values()),
+        retained_bytes=round(graph_bytes * sum(kept)),
+        shards_retained=(len(kept) + 1) * len(parts) if keeps_graphs else None,
+        graph_bytes=round(graph_bytes * max(sizes)),
     )
-    if isinstance(spec, StepSpec) and job.run is not None:
-        return _with_update(job.run, spec, computed, found)
-    return found
+    return _with_update(job.run, spec, found) if job.run and isinstance(spec, StepSpec) else found
 
 
-def _graph_bytes(
-    groups: Sequence[SampledGroup], largest: Mapping[int, int], position: Position
-) -> int:
-    """Return what a shard's graph saves, by that of its group's largest shard."""
-    sizes = groups[position.group].sizes
-    return round(largest.get(position.group, 0) * sizes[position.shard] / max(1, *sizes))
-
-
-def _kept(graphs: Sequence[int], budget: GraphBudget | None) -> set[int]:
-    """Return which shards' graphs the budget admits."""
-    if budget is None:
-        return set()
-    return {n for n, size in enumerate(graphs) if budget.has_room() and budget.admit(size)}
-
-
-@dataclass(frozen=True)
-class ShardSeconds:
-    """What a shard's first pass and its replay take by its size, for each group."""
-
-    groups: Sequence[SampledGroup]
-    forward: Sequence[Callable[[int], float]]
-    replay: Sequence[Callable[[int], float]]
-
-    @classmethod
-    def of(
-        cls, groups: Sequence[SampledGroup], watch: Stopwatch, *, in_order: bool
-    ) -> ShardSeconds:
-        """Read the times of a run, in which the last shard's graph was kept and used first.
-
-        Args:
-            in_order: whether no graph was kept, and shards were replayed in order.
-        """
-        run = all_positions([sampled.cut for sampled in groups])
-        sizes = [groups[at.group].sizes[groups[at.group].places[at.shard]] for at in run]
-        first, second = watch.seconds("forward"), watch.seconds("replay")
-        forward = _fastest(run, sizes, first)
-        if second and not in_order:
-            second = [*second[1:], second[0] + (first[-1] if first else 0.0)]
-        replay = _fastest(run, sizes, second)
-        count = range(len(groups))
-        return cls(
-            groups,
-            [_linear(forward.get(group) or {0: 0.0}) for group in count],
-            [_linear(replay.get(group) or {0: 0.0}) for group in count],
+def _run(
+    cut: LoadedJob,
+    spec: Any,
+    *,
+    computation: Compute,
+    groups: Sequence[SampledGroup],
+    place: Place,
+) -> Ran:
+    give_back_free_memory()
+    watch = Stopwatch(cut.observer, cut.loaded.devices)
+    peak = PeakMemory(*cut.loaded.devices)
+    with place() as rows:
+        job = replace(
+            cut,
+            work=replace(cut.work, spec=spec),
+            groups=[sampled.cut for sampled in groups],
+            observer=watch,
+            rows=rows,
+            resized=FullSize(groups),
         )
-
-    def total(
-        self,
-        positions: Sequence[Position],
-        *,
-        kept: Set[int],
-        last_is_kept: bool,
-        kept_s: Mapping[int, float],
-    ) -> float:
-        """Return what shards take one after the other, some of whose graphs are kept.
-
-        Args:
-            kept_s: what the first pass of a group's largest shard takes where its graph is kept.
-        """
-        seconds = 0.0
-        for place, at in enumerate(positions):
-            sizes = self.groups[at.group].sizes
-            size = sizes[at.shard]
-            once, again = self.forward[at.group](size), self.replay[at.group](size)
-            back = max(0.0, again - once)
-            if place in kept:
-                slower_s = max(0.0, kept_s.get(at.group, 0.0) - self.forward[at.group](max(sizes)))
-                seconds += once + slower_s * size / max(1, *sizes) + back
-            else:
-                is_last = last_is_kept and place == len(positions) - 1
-                seconds += once + (back if is_last else again)
-        return seconds
+        compute = step.gradient_alone if isinstance(spec, StepSpec) else computation
+        computed = compute(job, spec)
+        peak_bytes, _ = peak.measure()
+        return Ran(computed, watch, peak_bytes, rows.rows_bytes)
 
 
-def _fastest(
-    positions: Sequence[Position], sizes: Sequence[int], seconds: Sequence[float]
-) -> dict[int, dict[int, float]]:
-    """Return the seconds by group and size, of shards of one size those of the fastest."""
-    found: dict[int, dict[int, float]] = {}
-    for at, size, taken in zip(positions, sizes, seconds, strict=False):
-        of_group = found.setdefault(at.group, {})
-        of_group[size] = min(taken, of_group.get(size, math.inf))
+def _sizes(job: LoadedJob, ran: Ran, groups: Sequence[SampledGroup]) -> dict[str, tuple[int, int]]:
+    """Return what each tensor takes in the result file, of the run shards and of all."""
+    named, own = {sampled.name: sampled for sampled in groups}, groups[-1]
+    found = {}
+    for name, tensor in ran.computed.tensors.items():
+        section, _, rest = name.partition("/")
+        sampled, times = named.get(rest.partition("/")[0], own), 1.0
+        if section in ("factors", "input_grads"):
+            times = sampled.share(sampled.sizes)
+        elif rest.startswith("gram") and section == "samples":
+            times = own.share(own.rows) * groups[0].share(groups[0].rows)
+        elif section not in OF_THE_MODEL and tensor.dim():
+            times = sampled.num_rows(len(tensor)) / max(1, len(tensor))
+        taken = tensor.numel() * job.rounding.stored_dtype(name, tensor.dtype).itemsize
+        found[name] = (taken, round(taken * times))
     return found
 
 
-def _with_update(run: HeldRun, spec: StepSpec, computed: Computed, found: Found) -> Found:
+def _seconds(
+    ran: Ran,
+    spec: JobSpec,
+    groups: Sequence[SampledGroup],
+    *,
+    of_parts: Sequence[Sequence[int]],
+    kept: int,
+) -> float:
+    """Return what all shards take: those that did not run by their sizes.
+
+    Args:
+        of_parts: the sizes of each device's shards.
+        kept: of the shards whose graphs are kept, which have no second forward pass.
+    """
+    loads = [sum(part) for part in of_parts]
+    longest = max(loads) / max(1, sum(loads))
+    forward, replay, samples = (
+        ran.watch.seconds(phase) for phase in ("forward", "replay", "samples")
+    )
+    if not isinstance(spec, MixedGradientSpec):
+        replay = replay[1:]  # the last shard comes first there, whose graph was kept
+    seconds = sum(ran.computed.seconds.values())
+    for phase_s in (forward, replay, samples):
+        of_run, of_all = _extrapolated(groups, phase_s)
+        seconds += of_all * longest - of_run
+    if replay:
+        seconds -= _extrapolated(groups, forward)[1] * kept / max(1, sum(loads))
+    if getattr(spec, "reduce", None) in GRAMS and len(samples) > 1:
+        product_s = max(0.0, samples[-1] - samples[0])  # which follows the last shard
+        seconds += product_s * (groups[-1].share(groups[-1].rows) ** 2 - 1)
+    return max(0.0, seconds)
+
+
+def _extrapolated(groups: Sequence[SampledGroup], shards_s: Sequence[float]) -> tuple[float, float]:
+    """Return what the run shards and all shards take at the pace of each group's largest.
+
+    Args:
+        shards_s: of the run ones, in order.
+    """
+    of_run, of_all, left = 0.0, 0.0, list(shards_s)
+    for sampled in groups:
+        taken, left = left[: len(sampled.places)], left[len(sampled.places) :]
+        pace_s = min(taken[0], taken[-1]) / max(1, *sampled.sizes) if taken else 0.0
+        of_run += pace_s * sum(sampled.run_sizes)
+        of_all += pace_s * sum(sampled.sizes)
+    return of_run, of_all
+
+
+def _by_sample(spec: JobSpec, groups: Sequence[SampledGroup]) -> Mapping[TensorRef, SampledGroup]:
+    """Return whose samples a tensor that the spec names may have rows for."""
+    if isinstance(spec, JacobianSpec):
+        return {spec.vectors: groups[-1]} if isinstance(spec.vectors, TensorRef) else {}
+    if not isinstance(spec, PerSampleGradientSpec):
+        return {}
+    own = {ref: groups[-1] for ref in spec.loss_inputs.values() if isinstance(ref, TensorRef)}
+    return own | dict.fromkeys(spec.against_loss_inputs.values(), groups[0])
+
+
+def _factors_bytes(spec: Any, kept: SampledGroup, run: Callable[..., Ran]) -> int:
+    """Return what a product keeps of all samples' factors beyond those of the run ones.
+
+    Args:
+        kept: the group whose factors are kept: the other one, where there is one.
+    """
+    multiplies = getattr(spec, "reduce", "") in GRAMS or getattr(spec, "against_group", None)
+    if not multiplies or spec.against is not None:  # an earlier job's are counted as they are
+        return 0
+    update: dict[str, Any] = {
+        "inputs": [group for group in spec.inputs if group.name == kept.name],
+        "reduce": "none", "form": "factored", "against_group": None, "clip": None, "dim": None,
+        "vectors": None, "kind": "sketch",
+    }  # fmt: skip
+    if isinstance(spec, PerSampleGradientSpec):
+        update["loss_inputs"] = {**spec.loss_inputs, **spec.against_loss_inputs}
+        update["against_loss_inputs"] = {}
+    tensors = run(spec.model_copy(update=update), groups=[kept]).computed.tensors
+    taken = sum(tensor.nbytes for name, tensor in tensors.items() if name.startswith("factors/"))
+    return round(taken * (kept.share(kept.sizes) - 1))
+
+
+def _with_update(run: HeldRun, spec: StepSpec, found: Found) -> Found:
     """Add a step's update, as it is made of the largest parameter and a copy of its moments."""
     weights = run.state.masters
     name = max(weights, key=lambda name: weights[name].numel())
     trial, grads = run.state.alike({name: weights[name]}), {name: torch.zeros_like(weights[name])}
-    seconds = math.inf
-    for _ in range(2):
-        began_s = time.perf_counter()
-        trial.step(grads, lr=0.0 if spec.lr is not None else None)
-        seconds = min(seconds, time.perf_counter() - began_s)
+    began_s = time.perf_counter()
+    trial.step(grads, lr=0.0 if spec.lr is not None else None)
+    seconds = time.perf_counter() - began_s
     all_bytes = sum(weight.nbytes for weight in weights.values())
     share = all_bytes / max(1, weights[name].nbytes)
     moments_bytes = round(share * (trial.num_bytes - weights[name].nbytes))
@@ -332,139 +357,3 @@ def _with_update(run: HeldRun, spec: StepSpec, computed: Computed, found: Found)
         seconds=found.seconds + share * seconds,
         peak_bytes=found.peak_bytes + (moments_bytes if is_new else 0),
     )
-
-
-# --- rows ---
-
-
-def _rows(job: LoadedJob, spec: Any, computation: Compute) -> Found:
-    groups = _sampled(job)
-    own_parts = job.parts(*(g.group.name for g in groups if g.group.name != spec.against_group))
-    job.leading.alone()
-    own = next(g for g in groups if g.group.name != spec.against_group)
-    others = next((g for g in groups if g is not own), None)
-    path = job.work.result_path.with_suffix(".estimate")
-    on_disk = partial(ResultOnDisk, path, room=Room(path.parent, job.work.disk_reserve_bytes))
-    rows = CountedRows()
-    with SampledTensors(job.tensors, _by_sample(spec, own, others)) as tensors:
-        cut = _cut(job, [sampled.cut for sampled in groups], tensors, rows)
-
-        def run(watch: Stopwatch, spec: Any) -> Computed:
-            with ResultInMemory() if job.work.in_memory else on_disk() as rows.file:
-                return computation(replace(cut, observer=watch), spec)
-
-        computed, watch, seconds, peak_bytes = _repeated(job, lambda watch: run(watch, spec))
-        sizes = _extrapolated(job, computed, own, others)
-        if spec.form == "auto" and not rows.num_bytes:
-            kept_bytes = sum(whole for name, (_, whole) in sizes.items() if "factors/" in name)
-            if kept_bytes > job.result_memory_bytes * ENGINE_SHARE:
-                spec = spec.model_copy(update={"form": "dense"})
-                computed, watch, seconds, peak_bytes = _repeated(job, lambda w: run(w, spec))
-                sizes = _extrapolated(job, computed, own, others)
-        grown_bytes = sum(whole - taken for taken, whole in sizes.values())
-        if spec.against is None and (spec.reduce in GRAMS or others is not None):
-            kept = others or own
-            alone = _factors_of(spec, kept)
-            cut = replace(cut, groups=[kept.cut])
-            factors = run(Stopwatch(job.observer, ()), alone).tensors
-            taken = sum(x.nbytes for name, x in factors.items() if name.startswith("factors/"))
-            grown_bytes += round(taken * (kept.share(kept.sizes) - 1))
-    share = own.share(own.rows)
-    if job.work.in_memory:
-        grown_bytes += round(rows.num_bytes * (share - 1))
-    return Found(
-        peak_bytes=peak_bytes + grown_bytes,
-        seconds=_row_seconds(spec, own, others, watch.seconds("samples"), seconds, own_parts),
-        result_bytes=round(rows.num_bytes * share) + sum(whole for _, whole in sizes.values()),
-    )
-
-
-def _row_seconds(
-    spec: Any,
-    own: SampledGroup,
-    others: SampledGroup | None,
-    shards_s: Sequence[float],
-    seconds: float,
-    parts: Sequence[Range],
-) -> float:
-    """Return what all rows take: the first shard has its checks, the last what follows all."""
-    sizes = [own.sizes[place] for place in own.places]
-    if others is not None or len(shards_s) != len(sizes):
-        return seconds * own.share(own.sizes)
-    at = _linear(_fastest([Position(0, 0)] * len(sizes), sizes, shards_s)[0])
-    setup_s = seconds - sum(shards_s)
-    checks_s = max(0.0, shards_s[0] - at(sizes[0]))
-    after_s = max(0.0, shards_s[-1] - at(sizes[-1])) if len(sizes) > 1 else 0.0
-    share = own.share(own.rows)
-    after_s *= share**2 if spec.reduce in GRAMS else share
-    longest_s = max(sum(map(at, own.sizes[part.start : part.stop])) for part in parts)
-    return setup_s + checks_s + longest_s + after_s
-
-
-def _by_sample(
-    spec: Any, own: SampledGroup, others: SampledGroup | None
-) -> dict[TensorRef, SampledGroup]:
-    """Return whose samples a tensor that the spec names may have rows for."""
-    taken: dict[TensorRef, SampledGroup] = {}
-    if isinstance(spec, PerSampleGradientSpec):
-        taken |= {ref: own for ref in spec.loss_inputs.values() if isinstance(ref, TensorRef)}
-        if others is not None:
-            taken |= dict.fromkeys(spec.against_loss_inputs.values(), others)
-    elif isinstance(spec.vectors, TensorRef):
-        taken[spec.vectors] = own
-    return taken
-
-
-def _cut(job: LoadedJob, groups: list[Any], tensors: SampledTensors, rows: Any) -> LoadedJob:
-    """Return a job of a few shards alone, without checkpoints."""
-    never = Pace(first_s=math.inf)
-    checkpoints = JobCheckpoints(
-        replace(job.work, job_id=f"{job.work.job_id}.estimate"),
-        identity=dict,
-        rows=rows,
-        rounding=job.rounding,
-        pace=never,
-    )
-    return replace(
-        job, groups=groups, tensors=tensors, rows=rows, leading=ALONE, checkpoints=checkpoints
-    )
-
-
-def _extrapolated(
-    job: LoadedJob, computed: Computed, own: SampledGroup, others: SampledGroup | None
-) -> dict[str, tuple[int, int]]:
-    """Return what each tensor in memory takes of the run shards, and what it takes of all."""
-    share = own.share(own.rows)
-    across = share if others is None else others.share(others.rows)
-    by_size = own.share(own.sizes)
-    found = {}
-    for name, taken in _result_bytes(job, computed.tensors).items():
-        if name.startswith("samples/gram"):
-            times = share * across
-        elif name.startswith("factors/"):
-            times = by_size
-        elif others is not None and name == f"outputs/{others.group.name}":
-            times = across
-        else:
-            times = 1.0 if name.startswith("grads/") else share
-        found[name] = (taken, round(taken * times))
-    return found
-
-
-def _factors_of(spec: Any, kept: SampledGroup) -> Any:
-    """Return the job of one group's factors alone, which a product keeps of all its samples."""
-    update: dict[str, Any] = {
-        "inputs": [group for group in spec.inputs if group.name == kept.group.name],
-        "reduce": "none", "form": "factored", "against_group": None, "clip": None, "dim": None,
-        "vectors": None, "kind": "sketch",
-    }  # fmt: skip
-    if isinstance(spec, PerSampleGradientSpec):
-        update["loss_inputs"] = {**spec.loss_inputs, **spec.against_loss_inputs}
-        update["against_loss_inputs"] = {}
-    known = type(spec).model_fields
-    return spec.model_copy(update={name: value for name, value in update.items() if name in known})
-
-
-def _sampled(job: LoadedJob) -> list[SampledGroup]:
-    named = {group.name: group for group in job.work.spec.inputs}
-    return [SampledGroup.of(group, named[group.name], job.tensors) for group in job.groups]

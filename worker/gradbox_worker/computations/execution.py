@@ -241,7 +241,9 @@ class Execution:
                 with self._state_settled(job):
                     compute = COMPUTATIONS[type(work.spec)]
                     if work.spec.estimate:
-                        computed = estimate.measured(job, compute, most_bytes=most_bytes)
+                        computed = estimate.measured(
+                            job, compute, most_bytes=most_bytes, place=self._place
+                        )
                     else:
                         computed = compute(job, work.spec)
                     phases.enter(WRITE_RESULT)

@@ -38,7 +38,7 @@ def gradient(job: LoadedJob, spec: GradientSpec | StepSpec, loss: Loss) -> SetGr
             job.leading.devices(held),
             parts,
             job.groups,
-            loss.objective,
+            job.resized(loss.objective),
             returns=tuple(spec.returns),
             device=held.device,
             observer=job.observer,

@@ -45,7 +45,7 @@ def held_gradient(
     """Hold a gradient ready, of a loss or at cotangents."""
     return held_job(
         job.loaded.module,
-        job.held_groups or job.groups,
+        job.groups,
         wrt=spec.wrt,
         loss_parameters=loss_parameters(spec),
         retain=spec.retain,
@@ -61,7 +61,7 @@ def held_forward(job: LoadedJob, spec: ForwardSpec) -> AbstractContextManager[He
     returns: tuple[Returned, ...] = ("buffers",)
     return held_job(
         job.loaded.module,
-        job.held_groups or job.groups,
+        job.groups,
         wrt=spec.wrt,
         retain=spec.retain,
         returns=returns,
@@ -75,7 +75,7 @@ def held_mixed_gradient(
     job: LoadedJob, spec: MixedGradientSpec, inner: Objective, leaves: Mapping[str, Tensor]
 ) -> AbstractContextManager[HeldJob]:
     """Hold a mixed gradient ready; `leaves` are those of both functions."""
-    (group,) = job.held_groups or job.groups
+    (group,) = job.groups
     return held_mixed(job.loaded.module, group, inner, leaves, z=spec.z, **_shared(job))
 
 

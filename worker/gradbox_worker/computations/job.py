@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradbox.protocol import JobOptions, SharedSpec, option_names
-from gradbox_engine import CallKeywords, Group, Observer
+from gradbox_engine import CallKeywords, Group, Objective, Observer
 from gradbox_engine.ranges import Range
 from gradbox_engine.requests import NOT_RECOMPUTED, Phase, Recomputed
 from gradbox_worker.computations.checkpoints import JobCheckpoints, Pace
@@ -39,7 +39,7 @@ class LoadedJob:
         checkpointed: whether its state is written at `checkpoints` and read there.
         leading: which devices run its ranges; for the one alone that leads them.
         run: on whose state it runs, which `loaded` and `weights` are of; None is none.
-        held_groups: the shards that run in two phases; of all but an estimate these are `groups`.
+        resized: an estimate's, has a loss see as many rows as all shards have.
     """
 
     work: Work
@@ -59,7 +59,7 @@ class LoadedJob:
     checkpointed: bool = True
     leading: Leading = ALONE
     run: HeldRun | None = None
-    held_groups: list[Group] | None = None
+    resized: Callable[[Objective], Objective] = lambda objective: objective
 
     @classmethod
     def of(

@@ -21,7 +21,7 @@ def compute(job: LoadedJob, spec: MixedGradientSpec) -> Computed:
             job.leading.devices(held),
             parts,
             group,
-            outer,
+            job.resized(outer),
             returns=tuple(spec.returns),
             device=held.device,
             observer=job.observer,

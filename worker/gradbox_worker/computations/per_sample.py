@@ -218,7 +218,7 @@ def _shared(job: LoadedJob, spec: Spec) -> dict[str, Any]:
         "kind": spec.kind,
         "against": _against(job, spec, others),
         "projection_seed": spec.seed,
-        "checkpoints": job.checkpoints.whole(),
+        "checkpoints": job.checkpoints.whole() if job.checkpointed else None,
         "sink": _sink(job, spec, called["observer"]),
     }
 

@@ -52,6 +52,11 @@ class ResultInMemory:
         """Write the piece (b, y, r, ...) at these samples, outputs and rows."""
         self._rows[name][at].copy_(piece)
 
+    @property
+    def rows_bytes(self) -> int:
+        """What the tensors take that were laid out."""
+        return sum(rows.nbytes for rows in self._rows.values())
+
     def keep(self, place: Path) -> None:
         """Keep nothing: no other attempt comes."""
 

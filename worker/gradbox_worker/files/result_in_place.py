@@ -135,6 +135,11 @@ class ResultOnDisk:
         else:
             os.ftruncate(self._descriptor, size_bytes)  # what `commit` may have added
 
+    @property
+    def rows_bytes(self) -> int:
+        """What the tensors take that were laid out."""
+        return self._end
+
     def keep(self, place: Path) -> str | None:
         """Flush what was written so far, for an attempt to come.
 
