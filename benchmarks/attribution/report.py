@@ -46,6 +46,7 @@ LEAST_SPEARMAN, LEAST_OF_TRAK = 0.99, 0.95  # whose random signs differ
 MOST_APART: Final = 0.03
 LEAST_GAIN: Final = 2.0
 SIGNS, LAYERS = "gradbox, Rademacher", "gradbox, PerLayer"
+OURS: Final = {SIGNS: "signs, all layers together", LAYERS: "signs, each layer on both sides"}
 # What each peer does for a row, and which projection of gradbox stands beside it.
 BESIDE: Final[Mapping[str, tuple[str, str]]] = {
     "TRAK": ("signs, all layers together", SIGNS),
@@ -134,7 +135,7 @@ def attribution_section(found: Attribution) -> str:
         ]
         for one in found.compared
     ]
-    rates = [[who, "", f"{found.rates[who]:,.0f}"] for who in (SIGNS, LAYERS)]
+    rates = [[who, does, f"{found.rates[who]:,.0f}"] for who, does in OURS.items()]
     rates += [
         [peer, does, f"{found.rates[peer]:,.0f}" if peer in found.rates else ABSENT]
         for peer, (does, _) in BESIDE.items()
@@ -143,7 +144,7 @@ def attribution_section(found: Attribution) -> str:
         "Influence beside peers",
         "An MLP on scikit-learn's digits (1,200 training samples, 100 queries) and one on its "
         "diabetes (342, 100), trained here. Stores of float32 rows; damping is the weight decay "
-        f"that the models were trained with, {HESSIAN_DAMPING} of it for the Hessian. Peers: "
+        f"that the models were trained with, {HESSIAN_DAMPING} times that for the Hessian. Peers: "
         f"{found.versions or ABSENT}. Load of the machine {found.load:.1f}.",
         "LDS, the linear datamodeling score: Spearman's correlation, over half subsets, of the sum "
         "of a subset's scores with the loss of models trained on it, whose sign is turned; the "
