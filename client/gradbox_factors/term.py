@@ -214,7 +214,7 @@ class Term(ABC):
             if of_rows is None:
                 total[:, :, start:stop] = slab
             else:
-                total += of_rows[start:stop].T @ slab
+                total += (slab.mT @ of_rows[start:stop]).mT  # the other way: one product a sample
         return total
 
 
