@@ -1,6 +1,6 @@
 """Calls of every allowed operation with the integers at the ends of their dtypes.
 
-`main()` makes them in this process as the box does, guarded and metered, and prints the operation
+`main()` makes them in this process as the box does, guarded, and prints the operation
 before its calls: where a kernel ends the process, the last line names it.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import resource
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,11 @@ import torch
 
 from gradbox.errors import GraphRefused
 from gradbox.graphs import allow_list
-from gradbox_worker.interpreting.memory_meter import Meter
 from gradbox_worker.interpreting.program import _function, _method
 
 DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 OF_THE_GRAPH = {allow_list.FIELD, allow_list.ATTRIBUTE, allow_list.GRAD_MODE}
-BUDGET_BYTES = 2**20
-HOST_BYTES = 2**30  # beyond what this process has
+HOST_BYTES = 2**27  # beyond what this process has
 # What a call may raise; a crash raises nothing.
 REFUSALS = (
     ArithmeticError,
@@ -78,11 +77,8 @@ def main() -> None:
         for dtype in DTYPES:
             for args, kwargs in calls(dtype):
                 own = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
-                try:
-                    with Meter(budget_bytes=BUDGET_BYTES):
-                        operation(*own, **kwargs)
-                except REFUSALS:
-                    pass
+                with suppress(REFUSALS):
+                    operation(*own, **kwargs)
     print("done")
 
 

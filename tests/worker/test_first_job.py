@@ -18,7 +18,6 @@ import torch
 from gradbox_worker.device.importing import import_for_jobs
 
 print(*sys.modules)
-from gradbox_worker.interpreting.memory_meter import metered
 from gradbox_engine.per_sample import jacobian, per_sample_gradient
 
 model, shard = torch.nn.Linear(3, 2), {"0": torch.randn(4, 3)}
@@ -26,7 +25,6 @@ import_for_jobs()
 before = set(sys.modules)
 jacobian(model, [shard])
 per_sample_gradient(model, [shard], lambda z: z.square().sum(1))
-metered(lambda z: (z * z).sum(), budget_bytes=2**20)(torch.randn(4, 2))
 print(*{name.partition(".")[0] for name in set(sys.modules) - before})
 print(len(gc.get_objects()), gc.get_freeze_count())
 """

@@ -101,7 +101,8 @@ def translated(error: BaseException, *, doing: str) -> GradboxError:
         if gradbox_engine.is_out_of_memory(link):
             return errors.OutOfMemory(
                 f"{doing} does not fit into the device's memory ({_first_line(link)}); cut the "
-                f"inputs into smaller shards, or ask for fewer gradients with wrt"
+                f"inputs into smaller shards, ask for fewer gradients with wrt, or sum a loss over "
+                f"pairs or triplets of all samples in parts"
             )
     for link in chain:
         if isinstance(link, GradboxError):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,12 +27,7 @@ from gradbox.protocol import (
 )
 from gradbox_engine import Group, Objective, Penalty
 from gradbox_engine.model.weights import wide_dtype
-from gradbox_worker.computations.placement import memory_bytes
 from gradbox_worker.interpreting.build import build
-from gradbox_worker.interpreting.memory_meter import metered
-
-# What one call of a traced function may allocate, as a share of the device's memory.
-SHARE_FOR_FUNCTIONS: Final = 0.5
 
 
 @dataclass(frozen=True)
@@ -143,7 +138,7 @@ def gradient_loss(
             raise InvalidInputs(
                 f"expected a builtin loss ({', '.join(BUILTIN)}), got {spec.loss.name!r}"
             )
-        function = _within_budget(partial(BUILTIN[spec.loss.name], **spec.loss.options), device)
+        function = partial(BUILTIN[spec.loss.name], **spec.loss.options)
         return Loss(Objective(function=function, inputs=inputs, parameters=parameters))
     if isinstance(spec.loss, CotangentsLoss):
         raise InvalidInputs("expected a loss to evaluate, got cotangents")
@@ -267,9 +262,7 @@ def build_function(
     buffers = [name for name, ref in traced.tensors.items() if ref.buffer]
     graph_function = build(traced.graph, read, device=device, buffers=buffers)
     return BuiltFunction(
-        function=_Function(
-            (traced.model_dump_json(), widened), _within_budget(graph_function, device)
-        ),
+        function=_Function((traced.model_dump_json(), widened), graph_function),
         leaves=leaves,
         buffers=lambda: graph_function.buffers,
     )
@@ -314,7 +307,3 @@ def _read(
             )
         read[name].requires_grad_(ref.requires_grad)
     return read
-
-
-def _within_budget(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    return metered(function, budget_bytes=int(memory_bytes(device) * SHARE_FOR_FUNCTIONS))

@@ -1,9 +1,9 @@
 """The hard limit of what a job may allocate, kept by the operating system or the allocator.
 
-A graph of a user's can be checked call by call before it runs, but not what its kernels allocate
-inside, nor its backward: `kthvalue` copies an expanded input, the gradient of `expand(n)[0]` has n
-entries. So everything that a job does, model, loss and backward, runs under a limit under which an
-allocation fails, as an error like any other: the job ends as OutOfMemory, and the process stays.
+What a graph of a user's takes cannot be seen before it runs: `kthvalue` copies an expanded input,
+the gradient of `expand(n)[0]` has n entries. So everything that a job does, model, loss and
+backward, runs under a limit under which an allocation fails, as an error like any other: the job
+ends as OutOfMemory, and the process stays.
 
 On a host (Linux) it is RLIMIT_DATA, which counts the process's private writable memory (heap,
 anonymous mappings, files mapped privately) whether it was touched or not; read-only and shared
