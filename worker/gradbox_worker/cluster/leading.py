@@ -222,7 +222,7 @@ def _parts(bounds: Sequence[tuple[int, int]]) -> tuple[Range, ...]:
 def _costs(groups: Sequence[InputGroup], tensors: BlobTensors, *, by_samples: bool) -> list[float]:
     """Return what each shard costs, by its bytes."""
     forms = [tensors.forms(ref) for group in groups for ref in group.shards]
-    costs = _shares([sum(tensor.num_bytes for tensor in form.values()) for form in forms])
+    costs = _shares([sum(tensor.nbytes for tensor in form.values()) for form in forms])
     if not by_samples:
         return costs
     samples = [max((f.shape[0] for f in form.values() if f.shape), default=1) for form in forms]

@@ -207,7 +207,7 @@ class Execution:
     def _models_are_in_the_way(self, wanted: int) -> bool:
         """Return whether a job that ran out of memory may fit once other models are dropped."""
         registry = self.registry
-        if not registry.num_idle(but=self.work.model) or wanted > memory_bytes(registry.device):
+        if not registry.idle_bytes(but=self.work.model) or wanted > memory_bytes(registry.device):
             return False
         return self.limit is None or self.limit.leaves_room_of_models()
 

@@ -7,7 +7,6 @@ these shards over and over, as many as all have, with 1 % of noise, so that no t
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,7 +44,7 @@ class SampledGroup:
     def of(cls, group: Group, inputs: InputGroup, tensors: BlobTensors) -> SampledGroup:
         """Choose the shards of a group."""
         forms = [tensors.forms(ref).values() for ref in inputs.shards]
-        sizes = tuple(sum(math.prod(form.shape) for form in shard) for shard in forms)
+        sizes = tuple(sum(form.numel() for form in shard) for shard in forms)
         rows = tuple(max((f.shape[0] for f in shard if f.shape), default=1) for shard in forms)
         largest, smallest = sizes.index(max(sizes)), sizes.index(min(sizes))
         places = ((largest,), (largest, largest), (largest, smallest, largest))[

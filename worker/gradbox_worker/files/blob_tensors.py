@@ -10,7 +10,6 @@ and nothing else looks at them.
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 from abc import ABC, abstractmethod
@@ -19,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol, overload
+from typing import Final, Protocol, overload
 
 import torch
 from torch import Tensor
@@ -40,18 +39,6 @@ class Blobs(Protocol):
     def small(self, digest: str) -> bytes | None: ...
     def path(self, digest: str) -> Path: ...
     def header(self, digest: str) -> SafetensorsHeader | None: ...
-
-
-class TensorForm(NamedTuple):
-    """What is known of a tensor that is not read."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """How many bytes it has."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class _Blob(ABC):
@@ -77,9 +64,9 @@ class _Blob(ABC):
     def _read_into(self, memory: memoryview, name: str) -> None:
         """Fill memory with a tensor's bytes."""
 
-    @abstractmethod
     def close(self) -> None:
         """Close what is open."""
+        return  # nothing, where the bytes are in memory
 
     def _begin(self, name: str) -> int:
         """Return where a tensor's bytes begin in the blob."""
@@ -107,9 +94,6 @@ class _SmallBlob(_Blob):
         begin = self._begin(name)
         memory[:] = self._content[begin : begin + len(memory)]
 
-    def close(self) -> None:
-        """Do nothing."""
-
 
 class _HandedOver(_Blob):
     """One whose tensors are those of a client of this process."""
@@ -120,9 +104,6 @@ class _HandedOver(_Blob):
 
     def _read_into(self, memory: memoryview, name: str) -> None:
         memory[:] = self._tensors[name].view()
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 class _BlobFile(_Blob):
@@ -214,15 +195,15 @@ class BlobTensors:
             for name in _names_under(ref, blob)
         }
 
-    def forms(self, ref: ShardRef) -> dict[str, TensorForm]:
-        """Return what the header says of a shard's tensors, by argument.
+    def forms(self, ref: ShardRef) -> dict[str, Tensor]:
+        """Return a shard unread: tensors on the meta device, which have a shape and a dtype.
 
         Raises: as `shard`.
         """
         blob = self._blob(ref.blob)
         return {
-            name.removeprefix(ref.prefix): TensorForm(
-                blob.dtype(name), tuple(blob.entries[name].shape)
+            name.removeprefix(ref.prefix): torch.empty(
+                blob.entries[name].shape, dtype=blob.dtype(name), device="meta"
             )
             for name in _names_under(ref, blob)
         }
@@ -299,11 +280,8 @@ class LazyShards(Sequence[Mapping[str, Tensor]]):
         return self._tensors.shard(self._refs[index])
 
     def form(self, index: int) -> Mapping[str, Tensor]:
-        """Return a shard unread: tensors on the meta device, which have a shape and a dtype."""
-        return {
-            name: torch.empty(form.shape, dtype=form.dtype, device="meta")
-            for name, form in self._tensors.forms(self._refs[index]).items()
-        }
+        """Return a shard unread, see `BlobTensors.forms`."""
+        return self._tensors.forms(self._refs[index])
 
 
 def _names_under(ref: ShardRef, blob: _Blob) -> Sequence[str]:

@@ -147,10 +147,6 @@ class LiveModel:
         """Return that it is there."""
         return True
 
-    def num_idle(self, *, but: str) -> int:
-        """Return that no other model could make room."""
-        return 0
-
     def idle_bytes(self, *, but: str) -> int:
         """Return that no other model could make room."""
         return 0

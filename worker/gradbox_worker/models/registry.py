@@ -62,11 +62,8 @@ class Models(Protocol):
     def holds(self, name: str) -> bool:
         """Return whether a model is on the device, so that `get` need not load it."""
 
-    def num_idle(self, *, but: str) -> int:
-        """Return how many models are on the device that a job on the model `but` does not need."""
-
     def idle_bytes(self, *, but: str) -> int:
-        """Return how many bytes of weights these have."""
+        """Return the bytes of weights on the device that a job on the model `but` does not need."""
 
     def drop_idle(self, *, but: str, wanted_bytes: int) -> list[str]:
         """Drop models that a job does not need; see `Registry.drop_idle`."""
@@ -162,12 +159,8 @@ class Registry:
         """Return how many bytes of weights each model has on the device, by name."""
         return {name: loaded.size_bytes for name, loaded in self._loaded.items()}
 
-    def num_idle(self, *, but: str) -> int:
-        """Return how many models are on the device that a job on the model `but` does not need."""
-        return len(self._loaded.keys() - {but})
-
     def idle_bytes(self, *, but: str) -> int:
-        """Return how many bytes of weights these have."""
+        """Return the bytes of weights on the device that a job on the model `but` does not need."""
         return sum(size for name, size in self.sizes_bytes().items() if name != but)
 
     def drop_idle(self, *, but: str, wanted_bytes: int) -> list[str]:
@@ -297,7 +290,7 @@ class Registry:
                 with self._limit():
                     return building(entry, build)
             except WeightsDoNotFit as error:
-                if not self.num_idle(but=entry.name):
+                if not self.idle_bytes(but=entry.name):
                     raise
                 wanted_bytes = error.wanted_bytes
             # Outside the handler, whose traceback holds what was built.
