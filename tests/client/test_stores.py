@@ -106,6 +106,11 @@ def test_scores_are_products_of_whole_rows(client: GradClient) -> None:
     best = (QUERIES @ expected.T).topk(2)
     assert torch.allclose(hits.scores.double(), best.values, atol=1e-5)
     assert hits.ids == [[store.ids()[row] for row in some] for some in best.indices.tolist()]
+    both = store.query(**asked(store), top=2, bottom=1)
+    order = (QUERIES @ expected.T).argsort(descending=True)
+    assert both.rows.tolist() == order[:, [0, 1, 4]].tolist()
+    few = store.query(**asked(store), top=3, bottom=9)
+    assert few.rows.tolist() == order.tolist()
     unit = F.normalize(QUERIES) @ F.normalize(expected).T
     cosines = store.query(**asked(store), top=9, unit_norm=True)
     assert torch.allclose(cosines.scores.double(), unit.sort(descending=True).values, atol=1e-5)

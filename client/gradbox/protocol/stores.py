@@ -80,6 +80,8 @@ class StoreRowsSpec(PerSampleGradientSpec, frozen=True):
 class StoreQuerySpec(PerSampleGradientSpec, frozen=True):
     """Scores ⟨row of a sample, row of the store⟩ for each sample: the `top` largest, or all.
 
+    Behind the `top` largest come the `bottom` smallest of the other rows, largest first.
+
     With `precondition` the sample's row is multiplied by (H + λ)⁻¹ first, H being that curvature of
     the store's and λ its `damping`, or this one. With `unit_norm` both rows are then scaled to
     norm 1.
@@ -88,6 +90,7 @@ class StoreQuerySpec(PerSampleGradientSpec, frozen=True):
     computation: Literal["store_query"]  # type: ignore[assignment]
     store: JobId
     top: Annotated[int, Field(ge=1, le=1_000_000), NUMBER] | None = None
+    bottom: Annotated[int, Field(ge=0, le=1_000_000), NUMBER] = 0
     unit_norm: bool = False
     precondition: CurvatureKind | None = None
     damping: Damping | None = None

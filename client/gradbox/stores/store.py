@@ -31,7 +31,8 @@ class Hits:
     """What a query found.
 
     Attributes:
-        ids: for each query, those of the rows with the largest scores, largest first.
+        ids: for each query, those of the rows with the largest scores, largest first; behind them
+            those with the smallest, where `bottom` asked for them.
         scores: of these, (Q, k).
         rows: which rows of the store they are, (Q, k).
         losses: of the queries, (Q,).
@@ -121,6 +122,7 @@ class GradStore:
         inputs: Any,
         loss: Callable[..., Any],
         top: int = 10,
+        bottom: int = 0,
         unit_norm: bool = False,
         precondition: CurvatureKind | None = None,
         damping: float | None = None,
@@ -133,6 +135,7 @@ class GradStore:
             inputs: shards of the queries.
             loss: of the shape (Q,).
             top: how many rows for each query.
+            bottom: how many more with the smallest scores, which harm the query most.
             unit_norm: whether both rows are scaled to norm 1: cosines.
             precondition: a curvature H that was fitted: the query's row is multiplied by (H + λ)⁻¹,
                 before it is scaled.
@@ -146,7 +149,7 @@ class GradStore:
             JobFailed, JobCancelled, ServiceUnavailable: as for `Job.result`.
         """
         own: dict[str, Any] = {"unit_norm": unit_norm, "precondition": precondition}
-        own |= {"damping": damping, "top": top}
+        own |= {"damping": damping, "top": top, "bottom": bottom}
         result = self._run(StoreQuerySpec, inputs, loss, progress, own=own, **options)
         found = Tensors(result._file, "samples")
         num_hits = found["rows"].shape[1]
