@@ -170,6 +170,24 @@ def size(num_bytes: int) -> str:
     return f"{num_bytes} bytes"
 
 
+class Html(str):
+    """A whole page, to be written to a file, which a notebook shows in place."""
+
+    def __new__(cls, block: str, *, title: str) -> Html:
+        """Make a page of a block of HTML."""
+        head = f'<meta charset="utf-8"><title>{escaped(title)}</title>'
+        scheme = "<style>:root{color-scheme:light dark}</style>"
+        block = f'<div style="{_BLOCK};font-family:system-ui,sans-serif">{block}</div>'
+        page = super().__new__(cls, f'<!doctype html><html lang="en">{head}{scheme}{block}</html>')
+        page._block = block
+        return page
+
+    _block: str
+
+    def _repr_html_(self) -> str:
+        return self._block
+
+
 class Listed(list[Item]):
     """A list that a notebook shows as the table that `html` makes."""
 

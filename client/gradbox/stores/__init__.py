@@ -4,11 +4,13 @@
     store.add(inputs=shards, loss=loss, ids=ids)
     hits = store.query(inputs=test, loss=loss, top=10)
 
-Read `store` first, then `jobs`: what appends rows, and what queries; `rows` reads them. `begin`
-and `projections` are what a store is made of, `of_client` what a client has of stores.
+Read `store` first, then `jobs`: what appends rows, and what queries; `hits` shows what a query
+found, `rows` reads rows. `begin` and `projections` are what a store is made of, `of_client` what a
+client has of stores.
 """
 
+from gradbox.stores.hits import Hits
 from gradbox.stores.projections import CountSketch, PerLayer, Rademacher
-from gradbox.stores.store import GradStore, Hits
+from gradbox.stores.store import GradStore
 
 __all__ = ["CountSketch", "GradStore", "Hits", "PerLayer", "Rademacher"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -22,28 +21,9 @@ from gradbox.protocol import (
 from gradbox.protocol.stores import CurvatureKind
 from gradbox.results.result import GradResult, Tensors
 from gradbox.runs.run import RunClient
+from gradbox.stores.hits import Hits
 from gradbox.stores.jobs import Id, StoreJob, StoreJobKeywords, fields_of, path_of
 from gradbox.stores.rows import Form, RowMatrix, ids_in
-
-
-@dataclass(frozen=True)
-class Hits:
-    """What a query found.
-
-    Attributes:
-        ids: for each query, those of the rows with the largest scores, largest first; behind them
-            those with the smallest, where `bottom` asked for them.
-        scores: of these, (Q, k).
-        rows: which rows of the store they are, (Q, k).
-        losses: of the queries, (Q,).
-        manifest: the receipt.
-    """
-
-    ids: list[list[Id]]
-    scores: Any
-    rows: Any
-    losses: Any
-    manifest: Any
 
 
 class GradStore:
@@ -160,6 +140,7 @@ class GradStore:
             rows=found["rows"],
             losses=found["loss"],
             manifest=result.manifest,
+            num_smallest=max(0, num_hits - top),
         )
 
     def scores(
