@@ -1,6 +1,7 @@
 """The handwritten digits of scikit-learn and a small classifier of them, which the examples share.
 
-The box builds `classifier`; the examples train a copy here and send its weights with each job.
+The box builds `classifier`. The examples train a copy here and send its weights with each job, or
+train it there as a run.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from gradbox import Builtin, GradClient, Optimizer, TrainRun
 
 SHARD_SIZE = 50
 
@@ -48,6 +51,20 @@ def trained(pixels: Tensor, labels: Tensor, *, num_steps: int = 150) -> nn.Modul
         F.cross_entropy(model(pixels), labels).backward()
         optimizer.step()
     return model
+
+
+def trained_there(client: GradClient, pixels: Tensor, labels: Tensor) -> tuple[TrainRun, nn.Module]:
+    """Return a run of the classifier after forty steps on the box, and a copy of its model here."""
+    run = client.train("digits", optimizer=Optimizer("adam", lr=0.02))
+    for _ in range(40):
+        run.step(
+            inputs=shards(pixels),
+            loss=Builtin("cross_entropy"),
+            loss_inputs={"labels": labels},
+        )
+    model = classifier()
+    model.load_state_dict(run.weights())
+    return run, model
 
 
 def cross_entropy(z: Tensor, labels: Tensor) -> Tensor:

@@ -3,71 +3,47 @@
     gradbox up --models examples/models.toml &
     python examples/influence.py
 
-With the rows G of training gradients and the damped empirical Fisher F = GᵀG/n + λ, the influence
-of training sample b on the loss of test sample c is g_cᵀ F⁻¹ g_b. By Woodbury's identity it needs
-inner products alone: K = G Gᵀ, and the test rows' with G by `against`; no gradient is sent.
+A store keeps the rows G of training gradients, and F = GᵀG/n as its "kernel". With damping λ, the
+influence of training sample b on the loss of test sample c is g_cᵀ (F + λ)⁻¹ g_b.
 
 Source: Koh and Liang 2017, "Understanding black-box predictions via influence functions".
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from digits import cross_entropy, load, report, rows, shards, trained
+from digits import cross_entropy, load, report, rows, shards, trained_there
 from pictures import digits, wanted
-from torch import Tensor
 
-from gradbox import GradClient, PerSampleGradient
+from gradbox import GradClient
 
 DAMPING = 0.01
-
-
-def influence(train_gram_BB: Tensor, cross_CB: Tensor) -> Tensor:
-    """Return g_cᵀ (GᵀG/n + λ)⁻¹ g_b of all test samples c and training samples b, (C, B)."""
-    n = len(train_gram_BB)
-    inner = torch.linalg.inv(train_gram_BB + n * DAMPING * torch.eye(n, dtype=torch.float64))
-    return (cross_CB - cross_CB @ inner @ train_gram_BB) / DAMPING
 
 
 def main() -> None:
     picture = wanted(__doc__)
     (x, labels), (test_x, test_labels) = load(0, 300), load(300, 340)
-    model = trained(x, labels)
-
-    def products(inputs: Any, of: Any, **how: Any) -> Any:
-        job = PerSampleGradient(
-            model="digits",
-            inputs=inputs,
-            loss=cross_entropy,
-            loss_inputs={"labels": of},
-            weights=model.state_dict(),
-            reduce="gram",
-            **how,
-        )
-        return client.submit(job).result().gram()
-
+    train = {"inputs": shards(x), "loss": cross_entropy, "loss_inputs": {"labels": labels}}
+    test = {"inputs": shards(test_x), "loss": cross_entropy, "loss_inputs": {"labels": test_labels}}
     with GradClient() as client:
-        gram = products(shards(x), labels)
-        cross = products(
-            {"test": shards(test_x), "train": shards(x)},
-            {"test": test_labels, "train": labels},
-            against="train",
-        )
-    found = influence(gram, cross)
+        run, model = trained_there(client, x, labels)
+        store = client.store(f"influence-{run.id}", model="digits", weights=run, dtype="fp32")
+        store.add(**train, ids=range(len(x)))
+        store.fit("kernel", damping=DAMPING)
+        hits = store.query(**test, top=3, bottom=1, precondition="kernel")
+        store.delete()
 
     G = rows(model, cross_entropy(model(x), labels))
     test_G = rows(model, cross_entropy(model(test_x), test_labels))
     fisher = G.T @ G / len(G) + DAMPING * torch.eye(G.shape[1], dtype=torch.float64)
-    report("the influence", found, test_G @ torch.linalg.solve(fisher, G.T))
+    exact = test_G @ torch.linalg.solve(fisher, G.T)
+    report("the influence", hits.scores, exact.gather(1, hits.rows), within=1e-3)
 
-    errors = cross_entropy(model(test_x), test_labels)
     drawn = []
-    for c in errors.topk(3).indices:
-        best, worst = found[c].argsort(descending=True)[:3], found[c].argmin()
+    for c in hits.losses.topk(3).indices:
+        *best, worst = hits.ids[c]
         print(
-            f"test digit {c}, a {test_labels[c]} with loss {errors[c]:.2f}: helped most by "
+            f"test digit {c}, a {test_labels[c]} with loss {hits.losses[c]:.2f}: helped most by "
             f"training digit {best[0]} (a {labels[best[0]]}), harmed by {worst} (a {labels[worst]})"
         )
         shown = [(f"test: a {test_labels[c]}", test_x[c])]

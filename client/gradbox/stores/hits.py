@@ -149,10 +149,7 @@ def _array(sample: Any) -> Any:
 
 
 def _png(image: Any) -> bytes:
-    """Return an image (H, W, 1, 3 or 4) as PNG; black is 0 or its least number, white 1 or its most.
-
-    White is 255 where it is uint8.
-    """
+    """Return an image (H, W, 1, 3 or 4) as PNG, scaled from 0 … 1 or the numbers beyond it."""
     step = -(-max(image.shape[:2]) // MOST_PIXELS) or 1
     image = image[::step, ::step]
     if image.dtype != np.uint8:
