@@ -64,8 +64,9 @@ def compute_query(job: LoadedJob, spec: StoreQuerySpec) -> Computed:
     queries, facts = computed.tensors[ROWS], dict(computed.facts)
     if spec.precondition is not None:
         queries, facts["curvature"] = preconditioned(queries, store, damping=spec.damping)
-    ends = {"top": spec.top, "bottom": spec.bottom}
-    found = scores_of(queries, store.parts, **ends, unit_norm=spec.unit_norm)
+    found = scores_of(
+        queries, store.parts, top=spec.top, bottom=spec.bottom, unit_norm=spec.unit_norm
+    )
     tensors = {n: tensor for n, tensor in computed.tensors.items() if n != ROWS}
     tensors["samples/scores"] = found.scores
     if found.rows is not None:
