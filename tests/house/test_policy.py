@@ -25,11 +25,11 @@ LONGEST_FILE = 500
 # is read by everybody who comes later: a feature brings its own by taking others out. A number is
 # raised in a commit that says what was bought, and lowered whenever there is less.
 MOST_LINES = {
-    "client/gradbox": 20_100,
+    "client/gradbox": 20_250,
     "client/gradbox_factors": 2_250,
     "service/gradbox_service": 15_900,
     "worker/gradbox_engine": 18_100,
-    "worker/gradbox_worker": 18_100,
+    "worker/gradbox_worker": 17_650,
 }
 SHORTEST_FILE = 25
 IMPORT_S = 0.15
