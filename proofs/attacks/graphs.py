@@ -18,7 +18,13 @@ from tests.graphs.test_refused import REFUSED_BEFORE, REFUSED_WHILE_RUNNING
 
 GIB = 2**30
 # Errors that a loss may end with: refused, or failed as it would have failed at home.
-AT_RUN = ("graph-refused", "model-call-failed", "loss-not-scalar", "invalid-inputs")
+AT_RUN = (
+    "graph-refused",
+    "model-call-failed",
+    "loss-not-scalar",
+    "invalid-inputs",
+    "out-of-memory",
+)
 
 
 def call(target: str, *args: Any, name: str, op: str = "call_function", **kwargs: Any) -> Any:
@@ -86,7 +92,7 @@ for _name, (_values, _node) in TRUSTING.items():
     )(partial(_believed, values=_values, node=_node))
 
 
-# --- memory that a meter of outputs does not see -------------------------------------------------
+# --- memory that kernels and backward passes take inside -----------------------------------------
 
 # 4 GB each of float32: what the kernel copies out of a view of a few bytes.
 _WIDE = call("expand", NODE_Z, 2**29, 2, 2, op="call_method", name="wide")

@@ -110,8 +110,8 @@ def _over_dims(
 ) -> Callable[..., Any]:
     """Refuse a number of dimensions that no tensor has, before it is counted up to.
 
-    `combinations` makes a grid of one dimension for each place of a tuple, whose entries the meter
-    counts, and before it a view for each: the sizes of 10,000 would fill the memory. `tensordot`
+    `combinations` makes a grid of one dimension for each place of a tuple, and before it a
+    view for each: the sizes of 10,000 would fill the memory. `tensordot`
     lists the dimensions.
     """
 
