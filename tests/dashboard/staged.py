@@ -20,6 +20,7 @@ from safetensors.numpy import save
 
 from gradbox.errors import ModelCallFailed
 from gradbox.protocol import (
+    CurvatureView,
     DeviceMemory,
     MethodView,
     ModelView,
@@ -29,6 +30,7 @@ from gradbox.protocol import (
     ResultView,
     RunSpec,
     StepView,
+    StoreSpec,
 )
 from gradbox_service.backing import Backing
 from gradbox_service.fleet import WorkerPresence
@@ -38,6 +40,7 @@ from gradbox_service.jobs import JobRecord
 from gradbox_service.runs import RunRecord
 from gradbox_service.runs.records import steps_key
 from gradbox_service.settings import Settings
+from gradbox_service.stores.record import StorePart, StoreRecord
 from tests.service.boxes import a_spec
 from tests.valkey import empty_backing
 
@@ -118,6 +121,9 @@ def busy_day(backing: Backing) -> None:
     trained(backing, "towers", "ada", num_steps=240, ended_s=now_s - 40)
     trained(backing, "", "ada", num_steps=3, ended_s=now_s - 90_000, groups=True)
     trained(backing, "barlow", "grace", num_steps=12, ended_s=now_s - 4000)
+    kept(backing, "wiki-train", "ada", grants=("grace",), used_s=now_s - 90)
+    kept(backing, "shared", "grace", grants=("*",), used_s=now_s - 5000)
+    kept(backing, "private", "grace", grants=(), used_s=now_s - 7000)
     _announce(backing, running, now_s)
 
 
@@ -167,6 +173,23 @@ def trained(
     lines = {str(step.number): f"d {step.model_dump_json()}" for step in steps}
     backing.runs._redis.hset(steps_key(record.id), mapping=lines)
     return record.id
+
+
+def kept(
+    backing: Backing, name: str, owner: str, *, grants: tuple[str, ...], used_s: float
+) -> None:
+    """Let a store have rows and curvature."""
+    part = StorePart(job="rows", num_rows=12_000, size_bytes=98_304_000, sha256="0" * 64, ids="int")
+    fitted = CurvatureView(
+        kind="ekfac", job="fit", num_samples=2000, layers=[["encoder.weight"]], size_bytes=9_000_000
+    )
+    spec = {"name": name, "model": "minilm", "projection": {"kind": "per_layer", "dim": 16}}
+    record = StoreRecord(
+        id=f"{sum(map(ord, name)):032x}", owner=owner, created_s=used_s - 9000, used_s=used_s,
+        spec=StoreSpec.model_validate(spec), model="minilm", model_version="3c9e1f7a04d82b6" * 4,
+        parts=(part,), columns={"encoder.weight": 4096}, curvature=(fitted,), grants=grants,
+    )  # fmt: skip
+    backing.stores.create(record)
 
 
 def progress(backing: Backing, job_id: str, *, done: int, total: int = 64) -> None:

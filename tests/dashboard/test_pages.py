@@ -19,6 +19,7 @@ from tests.dashboard.conftest import DESK, PHONE, Open
 from tests.dashboard.staged import GIB, LEASE_S, Staged, ended, many_waiting, staged
 
 TOWERS = f"runs/{240:032x}"
+STORE = f"stores/{sum(map(ord, 'wiki-train')):032x}"
 # What has to be there before a page counts as shown.
 VIEWS = {
     "": ".queue tbody tr",
@@ -27,6 +28,8 @@ VIEWS = {
     "jobs/late-1": "dialog .problem",
     "runs": ".runs-list tbody tr",
     TOWERS: ".curves path",
+    "stores": ".stores-list tbody tr",
+    STORE: ".grants li",
     "use": ".people tbody tr",
     "models": ".models li",
 }
@@ -143,7 +146,7 @@ def test_everything_is_reached_by_keyboard(open_page: Open, busy: Staged) -> Non
     page.locator(VIEWS[""]).first.wait_for()
     reached: list[str] = []
     outlined: list[bool] = []
-    for _ in range(12):
+    for _ in range(13):
         page.keyboard.press("Tab")
         name, outline = page.evaluate(
             "() => [document.activeElement.textContent.trim(),"
@@ -151,11 +154,12 @@ def test_everything_is_reached_by_keyboard(open_page: Open, busy: Staged) -> Non
         )
         reached.append(name)
         outlined.append(outline != "none")
-    assert reached[:10] == [
-        "Skip to content", "gradbox", "Overview", "Jobs", "Runs", "Use", "Models", "API", "Log out",
+    assert reached[:11] == [
+        "Skip to content", "gradbox", "Overview", "Jobs", "Runs", "Stores", "Use", "Models", "API",
+        "Log out",
         "two towers, seed 3",
     ]  # fmt: skip
-    assert reached[10] == "Cancel"
+    assert reached[11] == "Cancel"
     assert all(outlined)
     page.get_by_role("link", name="Use").focus()
     page.keyboard.press("Enter")
@@ -292,6 +296,28 @@ def test_a_run_is_shown_to_its_owner_and_to_the_boxs(open_page: Open, busy: Stag
     expect(owner.get_by_label("Everybody's")).to_be_checked()
     owner.get_by_role("link", name="barlow").click()
     expect(owner.locator(".curves path").first).to_be_visible()
+
+
+def test_a_store_is_granted_and_revoked_by_its_owner(open_page: Open, busy: Staged) -> None:
+    page = open_page(busy.url).log_in(busy.token, "stores")
+    rows = page.locator(".stores-list tbody tr")
+    expect(rows).to_have_count(2)  # ada's, and the one that grace lets everybody read
+    mine = rows.filter(has_text="wiki-train")
+    expect(mine).to_contain_text(re.compile(r"ada.*minilm.*12000.*102\u202fMiB.*ekfac.*grace"))
+    expect(rows.filter(has_text="shared").locator(".readers")).to_have_text("you")
+    mine.get_by_role("link").click()
+    expect(page.get_by_role("heading", name="wiki-train", level=1)).to_be_focused()
+    people = page.locator(".grants li")
+    page.get_by_label("Let somebody read").fill("sofia")
+    page.get_by_role("button", name="Grant").click()
+    expect(people).to_have_count(2)
+    assert busy.backing.stores.get(STORE.partition("/")[2]).grants == ("grace", "sofia")  # type: ignore[union-attr]
+    page.get_by_role("button", name="Revoke sofia").click()
+    expect(people).to_have_text(["graceRevoke"])
+    page.get_by_role("link", name="Stores").last.click()
+    page.get_by_role("link", name="shared").click()
+    expect(page.locator(".run-facts")).to_contain_text("Ownergrace")
+    expect(page.locator(".grant")).to_be_hidden()
 
 
 def test_use_is_shown_by_span_and_by_person(open_page: Open, busy: Staged) -> None:

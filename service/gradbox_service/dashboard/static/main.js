@@ -11,11 +11,12 @@ import { overview } from "/static/overview.js";
 import { problemBlock } from "/static/problem.js";
 import { run } from "/static/run.js";
 import { runs } from "/static/runs.js";
+import { store, stores } from "/static/stores.js";
 import { use } from "/static/use.js";
 
-const VIEWS = { "": overview, jobs, runs, use, models };
+const VIEWS = { "": overview, jobs, runs, stores, use, models };
 // What is behind a name of the view: a view of its own; of others, a job's dialog.
-const ONE_OF = { runs: run };
+const ONE_OF = { runs: run, stores: store };
 const main = document.getElementById("main");
 const bar = document.getElementById("bar");
 const dialog = document.getElementById("job");
