@@ -14,7 +14,6 @@ import numpy as np
 from gradbox.errors import InvalidInputs
 from gradbox.html import SHOWN_ROWS, Html, escaped
 from gradbox.stores.jobs import Id
-from gradbox.tensors.tensor_bytes import is_tensor
 
 # A larger image is shown by every second, third, … of its pixels.
 MOST_PIXELS: Final = 160
@@ -67,85 +66,66 @@ class Hits:
         Raises:
             InvalidInputs: a sample is none of these.
         """
-        scores = np.asarray(self.scores, dtype=np.float64)
-        shown = [
-            self._of_query(
-                number,
-                row / max(np.abs(row).max(initial=0), np.finfo(np.float64).tiny),
-                samples=samples,
-                queries=queries,
-            )
-            for number, row in enumerate(scores[:SHOWN_ROWS])
-        ]
-        left = len(scores) - len(shown)
-        more = f'<div style="{_SOFT}">and {left:,} more queries</div>' if left > 0 else ""
-        return Html("".join(shown) + more, title="What a query found")
+        shown = range(min(len(self.ids), SHOWN_ROWS))
+        blocks = "".join(self._of_query(number, samples, queries) for number in shown)
+        left = len(self.ids) - len(shown)
+        more = f'<div style="{_SOFT}">and {left:,} more queries</div>' if left else ""
+        return Html(blocks + more, title="What a query found")
 
-    def _of_query(self, number: int, shares: Any, *, samples: Any, queries: Any) -> str:
-        """Return a query and its samples; `shares` (k,) are how long their bars are."""
+    def _of_query(self, number: int, samples: Any, queries: Any) -> str:
+        scores = [float(score) for score in self.scores[number]]
+        largest = max(map(abs, scores), default=0.0) or 1.0
         items = [
-            _item(_at(samples, one, "samples"), f"{one}: {score:.4g}", float(share))
-            for one, score, share in zip(
-                self.ids[number], self.scores[number].tolist(), shares, strict=True
-            )
+            _item(None if samples is None else samples[one], f"{one}: {score:.4g}", score / largest)
+            for one, score in zip(self.ids[number], scores, strict=True)
         ]
+        query = None if queries is None else queries[number]
+        asked = _item(query, f"loss {float(self.losses[number]):.4g}", 0)
         cut = len(items) - self.num_smallest
-        asked = _item(_at(queries, number, "queries"), f"loss {float(self.losses[number]):.4g}")
-        groups = [(f"Query {number}", [asked]), ("Most helpful", items[:cut])]
-        groups.append(("Most harmful", items[cut:]))
+        groups = {f"Query {number}": [asked], "Most helpful": items[:cut]}
+        groups |= {"Most harmful": items[cut:]} if self.num_smallest else {}
         blocks = "".join(
             f'<div><div style="{_SOFT}">{title}</div>'
             f'<div style="{_ITEMS}">{"".join(of)}</div></div>'
-            for title, of in groups
-            if of
+            for title, of in groups.items()
         )
         return f'<div style="{_ROW}">{blocks}</div>'
 
 
-def _item(content: str, caption: str, share: float | None = None) -> str:
-    """Return a sample with its caption, and a bar of its share of the largest score, -1 to 1."""
-    bar = ""
-    if share is not None:
-        colour, width = HELPS if share > 0 else HARMS, round(100 * abs(share))
-        bar = f'<div style="height:5px;width:{width}%;background:{colour};margin:3px 0"></div>'
-    return f'<div style="{_ITEM}">{content}{bar}<div>{escaped(caption)}</div></div>'
+def _item(sample: Any, caption: str, share: float) -> str:
+    """Return a sample, its caption, and a bar of its share of the largest score, -1 to 1."""
+    colour, width = HELPS if share > 0 else HARMS, round(100 * abs(share))
+    bar = f'<div style="height:5px;width:{width}%;background:{colour};margin:3px 0"></div>'
+    return f'<div style="{_ITEM}">{_content(sample)}{bar}<div>{escaped(caption)}</div></div>'
 
 
-def _at(given: Any, key: Any, where: str) -> str:
-    """Return what is shown of `given[key]`."""
-    return "" if given is None else _content(given[key], f"{where}[{key!r}]")
-
-
-def _content(sample: Any, where: str) -> str:
+def _content(sample: Any) -> str:
     """Return a sample as HTML: texts and numbers escaped, images inline."""
+    if sample is None:
+        return ""
     if isinstance(sample, str | int | float):
         return f"<div>{escaped(sample)}</div>"
     if isinstance(sample, Mapping):
-        return "".join(_content(one, f"{where}[{name!r}]") for name, one in sample.items())
+        sample = list(sample.values())
     if isinstance(sample, tuple | list):
-        return "".join(_content(one, f"{where}[{at}]") for at, one in enumerate(sample))
-    image = _array(sample)
-    if image.ndim == 0 and image.dtype.kind in "buif":
-        return _content(image.item(), where)
+        return "".join(map(_content, sample))
+    if hasattr(sample, "detach"):  # NumPy has no bfloat16
+        sample = sample.detach().cpu()
+        sample = sample.float() if sample.is_floating_point() else sample
+    image = np.asarray(sample)
     if image.ndim == 3 and image.shape[0] in (1, 3, 4) and image.shape[2] not in (3, 4):
         image = image.transpose(1, 2, 0)
     if image.ndim == 2:
         image = image[:, :, None]
-    if image.ndim != 3 or image.shape[2] not in (1, 3, 4) or image.dtype.kind not in "buif":
+    if image.dtype.kind in "buif" and image.ndim == 0:
+        return _content(image.item())
+    if image.dtype.kind not in "buif" or image.ndim != 3 or image.shape[2] not in (1, 3, 4):
         raise InvalidInputs(
-            f"{where}: expected a text, an image of shape (H, W), (C, H, W) or (H, W, C), or "
-            f"several of these, got {type(sample).__name__} of shape {image.shape}"
+            f"expected a text, an image of shape (H, W), (C, H, W) or (H, W, C), or several of "
+            f"these, got {type(sample).__name__} of shape {image.shape}"
         )
     png = base64.b64encode(_png(image)).decode()
     return f'<img alt="" style="{_IMAGE}" src="data:image/png;base64,{png}">'
-
-
-def _array(sample: Any) -> Any:
-    """Return a tensor or an image of another library as an array; NumPy has no bfloat16."""
-    if is_tensor(sample) and not isinstance(sample, np.ndarray | np.generic):
-        sample = sample.detach().cpu()
-        sample = sample.float() if sample.is_floating_point() else sample
-    return np.asarray(sample)
 
 
 def _png(image: Any) -> bytes:
