@@ -54,8 +54,10 @@ def computed(answer: SetGradient, spec: GradientSpec | StepSpec, loss: Loss) -> 
         "buffers": answer.buffers or {},
         "outputs": by_group(answer.outputs or {}),
         "cotangents": by_group(answer.cotangents or {}),
-        "loss_buffers": loss.buffers() if "buffers" in spec.returns else {},
     }
-    tensors = {n: x for name, named in sections.items() for n, x in section(name, named).items()}
-    facts = {**base.facts, "loss": answer.loss}
-    return replace(base, tensors={**base.tensors, **tensors}, facts=facts)
+    tensors = dict(base.tensors)
+    for name in [n for n in sections if n in spec.returns]:  # a step has its buffers for the run
+        tensors |= section(name, sections[name])
+    if "buffers" in spec.returns:
+        tensors |= section("loss_buffers", loss.buffers())
+    return replace(base, tensors=tensors, facts={**base.facts, "loss": answer.loss})
