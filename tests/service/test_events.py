@@ -95,11 +95,9 @@ def test_a_listener_that_reconnects_misses_nothing(box: Box) -> None:
 def test_a_short_job_that_was_handed_out_at_once_has_its_post_and_its_end(box: Box) -> None:
     job_id = submit(box.client)
     finish(box.backing, job_id, attempt=begin(box.backing.records, job_id).attempt, data=b"x")
-    events = read(box, job_id)
-    assert [(data["state"], data["result"] is None) for _, _, data in events] == [
-        ("queued", True),
-        ("done", False),
-    ]
+    seen = [(data["state"], data["result"] is None) for _, _, data in read(box, job_id)]
+    seen = [one for one in seen if one[0] != "running"]  # which a look in between may have seen
+    assert seen == [("queued", True), ("done", False)]
 
 
 def test_a_job_that_was_handed_out_at_once_runs_once_its_worker_looks(box: Box) -> None:
