@@ -1,8 +1,7 @@
 """Imports what jobs need before a job needs it, in a device process that has nothing else to do.
 
-torch imports some of itself on first use (sympy in the first backward pass with a cotangent, its
-compiler with the first kernel on meta tensors, as every loss is checked: 0.7 s and 1.1 s of
-processor time), and a builder's package comes with its first model, which a process that follows
+torch imports some of itself on first use (sympy in the first backward pass with a cotangent: 0.7 s
+of processor time), and a builder's package comes with its first model, which a process that follows
 another one loads with a job.
 """
 
@@ -21,7 +20,6 @@ from gradbox_worker.models.models_file import Builder
 
 OF_JOBS: Final = (
     "torch.fx.experimental.symbolic_shapes",
-    "torch._dynamo",
     "gradbox.graphs.call_signature",
 )
 OF_BUILDERS: Final[Mapping[Builder, tuple[str, ...]]] = {
