@@ -47,7 +47,7 @@ def test_the_page_on_notebooks_runs_as_it_stands(
     monkeypatch.setenv("GRADBOX_TOKEN", real.token)
     runpy.run_path(str(tmp_path / "blocks.py"))
     first, both, *losses = capsys.readouterr().out.splitlines()
-    assert first.endswith("done")
+    assert first.endswith(" over 3 shards")
     loss = float(first.split()[0])
     expected = pytest.approx([loss, 2 * loss], rel=1e-5)
     assert [float(value) for value in both.strip("[]").split(",")] == expected

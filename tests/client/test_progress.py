@@ -115,7 +115,7 @@ import os, torch
 from dataclasses import replace
 from gradbox import GradClient, Gradient
 client = GradClient(os.environ["TEST_URL"], os.environ["TEST_TOKEN"])
-shards = [torch.ones(2, 3) for _ in range(4)]
+shards = [torch.ones(2, 3) for _ in range(8)]  # of 0.1 s: a shorter job may show no progress
 slow = Gradient(model="slow", inputs=shards, loss=lambda z: z.square().sum(), name="<b>bold</b>")
 """,
     "submit": "job = client.submit(slow)\njob",
@@ -161,6 +161,7 @@ def test_a_notebook_shows_widgets_tables_and_pictures(
     assert "<b>" not in job
     (done,) = data(shown["jobs"], "text/html")
     assert ": done" in done
+    assert 'value="8" max="8"' in done
     for cell, said in (
         ("result", "layer.weight"),
         ("receipt", "torch"),
