@@ -16,7 +16,6 @@ from gradbox_service.jobs import JobRecord
 from tests.service.boxes import advance, begin, events_of, finish, run_job, submit
 from tests.service.conftest import Box
 
-
 TRIES = 100
 PAUSE_S = 0.02
 
