@@ -79,12 +79,14 @@ def listing(
 
 def described(view: BaseModel, *, title: str) -> str:
     """Return a block of what a view says."""
-    facts, tables = told(view, most=MOST_COLUMNS)
+    facts, tables = fields_of_view(view, most=MOST_COLUMNS)
     blocks = [listing(titles, rows, what=name) for name, (titles, *rows) in tables.items()]
     return card(title, facts.items(), *blocks)
 
 
-def told(view: BaseModel, *, most: int) -> tuple[dict[str, str], dict[str, list[list[str]]]]:
+def fields_of_view(
+    view: BaseModel, *, most: int
+) -> tuple[dict[str, str], dict[str, list[list[str]]]]:
     """Return what a view says, field by field: texts, and tables whose first rows are titles.
 
     Args:

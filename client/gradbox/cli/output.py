@@ -85,9 +85,9 @@ def say_view(view: BaseModel, *, json: bool) -> int:
     if json:
         say_json(view.model_dump(mode="json"))
         return 0
-    from gradbox.html import told  # takes pydantic, which `--help` waits for otherwise
+    from gradbox.html import fields_of_view  # takes pydantic, which `--help` waits for otherwise
 
-    facts, tables = told(view, most=sys.maxsize)
+    facts, tables = fields_of_view(view, most=sys.maxsize)
     for name, text in facts.items():
         # A problem has several lines; all other text is somebody's, and stays on one.
         lines = printable(text, lines=name == "error").split("\n")

@@ -193,18 +193,18 @@ class Connection:
         kind: type[Parsed],
         method: str,
         path: str,
-        told: BaseModel | None = None,
+        sent: BaseModel | None = None,
         *,
         headers: Mapping[str, str] | None = None,
     ) -> Parsed:
-        """Send a request whose body is the JSON of `told`, and read the JSON of its answer.
+        """Send a request whose body is the JSON of `sent`, and read the JSON of its answer.
 
         Raises:
             GradboxError: as for `request` and `parsed`.
         """
-        if told is None:
+        if sent is None:
             return parsed(kind, self.request(method, path, headers=headers))
-        body = told.model_dump_json().encode()
+        body = sent.model_dump_json().encode()
         headers = {"Content-Type": "application/json", **(headers or {})}
         return parsed(kind, self.request(method, path, body=lambda: [body], headers=headers))
 
