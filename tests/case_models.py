@@ -266,3 +266,21 @@ class Frozen(nn.Module):
 @seeded
 def frozen() -> nn.Module:
     return Frozen()
+
+
+class RunAgain(torch.autograd.Function):
+    """A block without a graph, which its backward makes again: as reversible layers do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: nn.Module) -> Tensor:
+        ctx.x, ctx.block = x.detach(), block
+        with torch.no_grad():
+            found: Tensor = block(x)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        x = ctx.x.detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.block(x), cotangent)
+        return x.grad, None

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from gradbox import GradClient
 from gradbox_service.http.bodies import is_form, read_parts
 from gradbox_worker.demo.task import model_folder
 from tests.boxes import TestBox, running_box, twin_box
@@ -80,6 +81,15 @@ def box(request: pytest.FixtureRequest) -> TestBox:
     """Both boxes in turn: what holds on one must hold on the other."""
     found: TestBox = request.getfixturevalue(request.param)
     return found
+
+
+@pytest.fixture
+def client(box: TestBox) -> Iterator[GradClient]:
+    """A client whose stores go with the test."""
+    with box.client() as client:
+        yield client
+        for store in client.stores():
+            store.delete()
 
 
 @pytest.fixture

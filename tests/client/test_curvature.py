@@ -115,14 +115,6 @@ def expected(
     return total
 
 
-@pytest.fixture
-def client(box: TestBox) -> Any:
-    with box.client() as client:
-        yield client
-        for store in client.stores():
-            store.delete()
-
-
 def made(client: GradClient, model: str, dim: int | None, **given: Any) -> GradStore:
     projection = None if dim is None else PerLayer(dim)
     store = client.store(

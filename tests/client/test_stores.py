@@ -79,14 +79,6 @@ def asked(store: GradStore, **options: Any) -> dict[str, Any]:
 QUERIES = rows_of(samples(4, seed=9), targets(4))
 
 
-@pytest.fixture
-def client(box: TestBox) -> Any:
-    with box.client() as client:
-        yield client
-        for store in client.stores():
-            store.delete()
-
-
 def test_scores_are_products_of_whole_rows(client: GradClient) -> None:
     store = client.store("whole", model=MODEL, dtype="fp32")
     assert len(store) == 0

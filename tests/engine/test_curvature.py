@@ -304,29 +304,11 @@ def test_what_cannot_be_differentiated_twice_is_named(
         curved(case, kind=kind)
 
 
-class Again(torch.autograd.Function):
-    """Runs a block once more in its backward pass, as reversible layers do."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, block: nn.Module) -> Tensor:
-        ctx.x, ctx.block = x.detach(), block
-        with torch.no_grad():
-            found: Tensor = block(x)
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> Any:
-        x = ctx.x.detach().requires_grad_()
-        with torch.enable_grad():
-            torch.autograd.backward(ctx.block(x), cotangent)
-        return x.grad, None
-
-
 def test_a_backward_pass_within_another_one_is_refused() -> None:
     block = nn.Linear(3, 3, dtype=torch.float64)
 
     def model() -> nn.Module:
-        built = Through(lambda x: Again.apply(x, block).tanh())
+        built = Through(lambda x: models.RunAgain.apply(x, block).tanh())
         built.block = block
         return built
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.case_models import RunAgain
 from tests.engine.per_sample.zoo import Written
 
 B, T = 5, 6
@@ -609,24 +610,6 @@ class _Watchful(torch.autograd.Function):
         return g if g.abs().max().item() > 1e30 else g * 2
 
 
-class _Run(torch.autograd.Function):
-    """A block without a graph, which its backward makes again: as reversible layers do."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, block: nn.Module) -> Tensor:
-        ctx.x, ctx.block = x.detach(), block
-        with torch.no_grad():
-            found: Tensor = block(x)
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> Any:
-        x = ctx.x.detach().requires_grad_()
-        with torch.enable_grad():
-            torch.autograd.backward(ctx.block(x), cotangent)
-        return x.grad, None
-
-
 def _reversible() -> Way:
     parts = {
         "before": nn.Linear(4, 4),
@@ -643,7 +626,7 @@ def _reversible() -> Way:
 
     plain = with_block(lambda m, h: m.block(h))
     loops = {f"block.{n}" for n, _ in parts["block"].named_parameters()}
-    model = with_block(lambda m, h: _Run.apply(h, m.block))
+    model = with_block(lambda m, h: RunAgain.apply(h, m.block))
     return Way(model, normal((B, 4)), loops, plain=plain)
 
 
