@@ -513,12 +513,14 @@ def test_an_ended_record_leaves_no_key(
     time.sleep(0.01)
     connection.delete("gradbox:lease:old:1")
     cleaner_of(box, redis_settings.data, record_age_s=0.001).clean()
+    box.usage.add_up()
     lasting = [key for key in connection.scan_iter() if connection.ttl(key) < 0]  # but use
     # The names of those who ever posted a job stay: one for each person.
-    assert set(lasting) - {RESULT_BYTES} == {b"gradbox:changes", b"gradbox:owners"}
+    assert set(lasting) - {RESULT_BYTES, ADDED_UP} == {b"gradbox:changes", b"gradbox:owners"}
 
 
 RESULT_BYTES = b"gradbox:result-bytes"
+ADDED_UP = b"gradbox:charges:added-up"
 
 
 def test_half_written_results_go_unless_their_attempt_runs(

@@ -96,7 +96,7 @@ def test_redis_holds_nothing_of_a_forgotten_job_but_its_owner_and_use(
     records.update("one", partial(JobRecord.request_cancel, now_s=9.0))
     records.forget("one")
     left = {key.decode() for key in connection.keys("*")}  # type: ignore[union-attr]
-    assert left == {"gradbox:owners", "gradbox:changes", "gradbox:usage:0"}
+    assert left == {"gradbox:owners", "gradbox:changes", "gradbox:charges"}
 
 
 def test_keys_of_two_owners_do_not_meet(records: Records) -> None:

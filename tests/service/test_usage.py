@@ -112,6 +112,17 @@ def test_a_store_charges_each_owner_once(backing: Backing) -> None:
     assert backing.usage.busy_ms(minute + 1, minute + 9) == {}
 
 
+def test_charges_are_added_up_once_and_read_in_full_before_and_after(backing: Backing) -> None:
+    run_one(backing, "one", owner="ann", seconds=2.0)
+    for _ in range(3):
+        assert backing.usage.by_hour(HOUR, HOUR) == {HOUR: {"ann": Used(2000, 500, 1)}}
+        backing.usage.add_up()
+    run_one(backing, "two", owner="ann", seconds=0.5)
+    assert backing.usage.by_hour(HOUR, HOUR) == {HOUR: {"ann": Used(2500, 1000, 2)}}
+    minute = int(BEGAN_S // MINUTE_S)
+    assert backing.usage.busy_ms(minute, minute) == {"w": {minute: 2500}}
+
+
 def test_what_still_runs_is_added_by_whoever_reads() -> None:
     charged = {HOUR: {"ann": Used(device_ms=1)}}
     assert with_running(charged, [RUNNING], now_s=BEGAN_S + 1) == {

@@ -1,10 +1,12 @@
 """What each owner used of the box, by the hour, and when each worker was busy, by the minute.
 
+    gradbox:charges        list of what is in no sum yet: (hash, field, amount) of each, as JSON
     gradbox:usage:HOUR     hash: `ms:`, `bytes:` and `jobs:OWNER`
     gradbox:busy:MINUTE    hash: worker → milliseconds
 
 An attempt is charged once, in the transaction that ends it, however it ends: done, failed,
-cancelled, lost, given back.
+cancelled, lost, given back. That appends one charge to a list. The service process that leads adds
+up what is in the list once a second, and whoever reads the sums does so first.
 
 An attempt's device seconds are those in which a worker held it, spread over the hours that it ran
 in. The bytes of a result count in the hour in which the job ended, and so does the job.
@@ -15,18 +17,25 @@ bytes, so that sums are exact.
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Final, Protocol, cast
 
 import redis
 from redis.client import Pipeline
+
+from gradbox_service.database.conditional_commands import ConditionalCommands
 
 MINUTE_S: Final = 60
 HOUR_S: Final = 3600
 # Charges by the hour are kept for a month and some days, those by the minute for what is shown.
 HOURS_KEPT: Final = 35 * 24
 MINUTES_KEPT: Final = 120
+CHARGES: Final = "gradbox:charges"
+ADDED_UP: Final = "gradbox:charges:added-up"  # how many ever were
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,7 @@ class Usage:
 
     def __init__(self, connection: redis.Redis) -> None:
         self._redis = connection
+        self._commands = ConditionalCommands(connection, over_bound=True)
 
     def by_hour(self, first: int, last: int) -> UsedByHour:
         """Return, by hour, what each owner used; hours without use are left out."""
@@ -91,9 +101,32 @@ class Usage:
                 found.setdefault(worker.decode(), {})[minute] = int(value)
         return found
 
+    def add_up(self) -> None:
+        """Add the charges in the list to the sums, and have those expire in time."""
+        with self._redis.pipeline() as reading:
+            reading.get(ADDED_UP)
+            reading.lrange(CHARGES, 0, -1)
+            before, texts = reading.execute()
+        if not texts:
+            return
+        sums = Counter[tuple[str, str]]()
+        for key, name, amount in chain.from_iterable(map(json.loads, texts)):
+            sums[key, name] += amount
+        pipe = self._redis.pipeline()
+        for (key, name), amount in sums.items():
+            pipe.hincrby(key, name, amount)
+        for key in {key for key, _ in sums}:
+            is_hour = key.startswith(_hour_key(""))
+            pipe.expire(key, HOURS_KEPT * HOUR_S if is_hour else MINUTES_KEPT * MINUTE_S)
+        pipe.ltrim(CHARGES, len(texts), -1)
+        # Whoever has read the same, and comes later, finds another number.
+        pipe.set(ADDED_UP, int(before or 0) + len(texts))
+        self._commands.run(pipe, where={ADDED_UP: before or ""})
+
     def _hashes(
         self, key: _Key, first: int, last: int
     ) -> Iterable[tuple[int, Mapping[bytes, bytes]]]:
+        self.add_up()
         numbers = range(first, last + 1)
         with self._redis.pipeline(transaction=False) as pipe:
             for number in numbers:
@@ -104,15 +137,14 @@ class Usage:
 
 def write(pipe: Pipeline, charge: Charge) -> None:
     """Charge an attempt by a transaction of the caller's."""
-    for hour, used in charge.by_hour.items():
-        for kind, attribute in _FIELDS.items():
-            if amount := getattr(used, attribute):
-                pipe.hincrby(_hour_key(hour), f"{kind}:{charge.owner}", amount)
-        pipe.expire(_hour_key(hour), HOURS_KEPT * HOUR_S)
+    amounts = [
+        (_hour_key(hour), f"{kind}:{charge.owner}", getattr(used, attribute))
+        for hour, used in charge.by_hour.items()
+        for kind, attribute in _FIELDS.items()
+    ]
     if charge.worker is not None:
-        for minute, busy in charge.busy_ms.items():
-            pipe.hincrby(_minute_key(minute), charge.worker, busy)
-            pipe.expire(_minute_key(minute), MINUTES_KEPT * MINUTE_S)
+        amounts += [(_minute_key(m), charge.worker, busy) for m, busy in charge.busy_ms.items()]
+    pipe.rpush(CHARGES, json.dumps([amount for amount in amounts if amount[2]]))
 
 
 def add_use(hours: dict[int, dict[str, Used]], charge: Charge) -> None:
@@ -140,7 +172,7 @@ def spread(began_s: float, ended_s: float, *, width_s: int) -> dict[int, int]:
     return found
 
 
-def _hour_key(hour: int) -> str:
+def _hour_key(hour: int | str) -> str:
     return f"gradbox:usage:{hour}"
 
 

@@ -8,10 +8,10 @@ that were accepted is to be done all the same: they beat, end and are forgotten,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import redis
 from redis.client import Pipeline
@@ -90,7 +90,17 @@ class ConditionalCommands:
             where: key → the string that it must hold, "" if it must not be there.
         """
         words: list[object] = list(where.values())
-        for command, _ in pipe.command_stack:
+        for command in _strings_together([command for command, _ in pipe.command_stack]):
             words += [len(command), *command]
         pipe.reset()
         return bool(self._script(keys=list(where), args=cast("list[str]", words)))
+
+
+def _strings_together(commands: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
+    """Return commands with one MSET, at the end, for all that set a string and nothing else.
+
+    A key that is set so must be in no other of them.
+    """
+    strings = [command[1:] for command in commands if command[0] == "SET" and len(command) == 3]
+    others = [c for c in commands if c[0] != "SET" or len(c) != 3]
+    return [*others, ["MSET", *(word for pair in strings for word in pair)]] if strings else others

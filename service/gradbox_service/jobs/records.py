@@ -9,6 +9,7 @@
     gradbox:active:NAME        the same of those that wait or run
     gradbox:STATE:NAME         the same of those that failed, and of those that were cancelled
     gradbox:result-bytes       hash: owner → bytes of their results on disk
+    gradbox:charges            list of what attempts cost their owners (see `usage`)
     gradbox:set-aside          hash: job id → bytes that were no record
     gradbox:places             hash: job id → its position in the queue
     gradbox:key:OWNER:HASH     the job and the spec's digest of an idempotency key

@@ -19,6 +19,7 @@ from gradbox_service.queue.active_jobs import ActiveJobs
 from gradbox_service.queue.shares import HALF_LIVES_READ
 
 COMPARE_S: Final = 30.0
+ADD_UP_S: Final = 1.0
 READ_AT_ONCE: Final = 500
 
 
@@ -54,6 +55,7 @@ class Following:
         self._ended = ended
         self._cursor = ""
         self._compared_at = 0.0
+        self._added_up_at = 0.0
         self._began_s = 0.0  # to lead
         self._noted_ends: dict[str, None] = {}  # the newest last
 
@@ -80,6 +82,9 @@ class Following:
         unread = [job_id for job_id, record in newest.items() if record is None]
         num_new = sum(self._note(record) for record in newest.values() if record is not None)
         self.read(unread)
+        if time.monotonic() - self._added_up_at > ADD_UP_S:
+            self._added_up_at = time.monotonic()
+            self._usage.add_up()
         if time.monotonic() - self._compared_at > COMPARE_S:
             self._compared_at = time.monotonic()
             self.read(set(self._records.active_ids()) ^ self._jobs.ids)
