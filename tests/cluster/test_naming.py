@@ -13,7 +13,7 @@ import torch
 
 from gradbox import Gradient, Jacobian
 from gradbox.protocol import CotangentsLoss, JobSpec, TensorRef
-from gradbox_worker.cluster.head import ClusterDevices, Slot
+from gradbox_worker.cluster.head import ROWS_BYTES, ClusterDevices, Slot
 
 SHARDS = [torch.zeros(2, 5)] * 4
 
@@ -68,6 +68,18 @@ def test_a_job_takes_no_more_devices_than_it_has_shards_of_its_own() -> None:
     job = Jacobian(model="mlp", inputs={"x": SHARDS[:2], "y": SHARDS}, reduce="gram", against="y")
     spec = job.prepare().spec.model_copy(update={"devices": "auto"})
     assert len(Named(*(slot(name) for name in "abc")).names("1", spec)) == 2
+
+
+def test_a_query_takes_a_device_for_so_many_bytes_of_rows_if_that_sees_them() -> None:
+    def names(num_bytes: int, spec: JobSpec) -> list[str]:
+        slots = slot("a"), slot("b"), slot("c", here=False, sees_files=False)
+        record: Any = SimpleNamespace(id="1", model="mlp")
+        return [found.name for found in Named(*slots).name(record, spec, rows_bytes=num_bytes)]
+
+    for num_bytes, taken in ((0, 1), (ROWS_BYTES, 1), (2 * ROWS_BYTES, 2), (9 * ROWS_BYTES, 2)):
+        assert len(names(num_bytes, gradient("auto", num_shards=1))) == taken
+    assert len(names(9 * ROWS_BYTES, gradient(1))) == 1
+    assert len(names(9 * ROWS_BYTES, gradient("auto", num_shards=3))) == 3
 
 
 def test_the_first_device_is_of_the_boxs_machine_then_sees_its_files() -> None:

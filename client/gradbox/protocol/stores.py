@@ -106,6 +106,7 @@ class StoreFitSpec(PerSampleGradientSpec, frozen=True):
     store: JobId
     curvature: CurvatureKind
     damping: Damping | None = None
+    devices: Literal[1] = 1
     inputs: Annotated[Items[InputGroup], Field(max_length=1)] = []
     loss: GraphLoss | None = None  # type: ignore[assignment]
 

@@ -20,7 +20,7 @@ from gradbox.protocol import (
     StoreRowsSpec,
     StoreView,
 )
-from gradbox.protocol.options import Priority, Timeout
+from gradbox.protocol.options import Devices, Priority, Timeout
 
 Id = int | str
 
@@ -35,6 +35,7 @@ class StoreJobKeywords(TypedDict, total=False):
     unchecked: Sequence[Any]
     priority: Priority
     timeout_s: Timeout
+    devices: Devices
     name: str
 
 

@@ -81,7 +81,8 @@ class GradStore:
             loss: of the shape (B,), as for `PerSampleGradient`; the same one for all rows.
             ids: a whole number or a text for each sample, which the store has not.
             progress: as for `Job.wait`.
-            options: loss_inputs, method, output, readout, unchecked, priority, timeout_s, name.
+            options: loss_inputs, method, output, readout, unchecked, priority, timeout_s,
+                devices, name.
 
         Returns:
             The job's result: `losses` and `manifest`.

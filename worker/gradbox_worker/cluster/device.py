@@ -279,7 +279,6 @@ class ClusterDevice:
         running = self._running
         if running is None or running.job != job or running.lead is None:
             raise JobStopped("the device does not lead this job")
-        assert running.lead.rows is not None
         return running.lead.rows.of_helper(method, arguments)
 
     def stop(self, job_id: str, attempt: int) -> None:

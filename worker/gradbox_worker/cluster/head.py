@@ -52,6 +52,8 @@ ENDING_S: Final = 1.0
 ABANDON_S: Final = 30.0
 # So many jobs are remembered with their devices: graphs of a forward job wait for one of the next.
 NUM_JOBS: Final = 64
+# A query of a store may use a device for each shard, or for so many bytes of the store's rows.
+ROWS_BYTES: Final = 16 * 2**20
 SOME_WAIT: Final = (
     "new devices want %g %ss, of which the cluster has %g free: another box or program has the "
     "rest, and devices that find none wait for it"
@@ -383,7 +385,9 @@ class ClusterDevices:
         """Return how many devices have no job."""
         return sum(slot.state == "idle" for slot in self._slots.values())
 
-    def name(self, record: JobRecord, spec: JobSpec | None, *, after: str = "") -> list[Slot]:
+    def name(
+        self, record: JobRecord, spec: JobSpec | None, *, after: str = "", rows_bytes: int = 0
+    ) -> list[Slot]:
         """Give a job its devices, of which one at least is idle; the first one leads the others.
 
         It gets what is idle now, up to what it asks for, and waits for no more; but for a moment
@@ -396,12 +400,16 @@ class ClusterDevices:
 
         Args:
             after: the job that made that step.
+            rows_bytes: of the store that it queries.
 
         Returns:
             None of them, after a moment, if only others are idle.
         """
         on_run = spec is not None and is_on_run(spec)
-        most = 1 if spec is None or on_run else min(_num_shards(spec), _asked(spec))
+        most = num_shards = 1
+        if spec is not None and not on_run:
+            num_shards = _num_shards(spec)
+            most = min(max(num_shards, rows_bytes // ROWS_BYTES), _asked(spec))
         follows = self._ran.get(after or _forward_job(spec) or "", [])
         if len(follows) > most:
             follows = []
@@ -426,7 +434,8 @@ class ClusterDevices:
                     slot.idle_since,
                 )
             )
-            chosen = idle[:most]
+            # Beyond one for each shard, those that see the files of the store.
+            chosen = [s for n, s in enumerate(idle[:most]) if n < num_shards or s.sees_files]
             for slot in chosen:
                 slot.state = "busy"
                 slot.models = [m for m in slot.models if m != record.model] + [record.model]

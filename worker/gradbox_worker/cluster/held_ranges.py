@@ -36,6 +36,8 @@ from gradbox_worker.computations.held_jobs import held
 from gradbox_worker.computations.job import LoadedJob
 from gradbox_worker.computations.per_sample import sample_ranges
 from gradbox_worker.files.rounded_gradients import Measured, RoundedGradients
+from gradbox_worker.stores.rows import RowBlock
+from gradbox_worker.stores.scoring import Question, Scores, scores_of
 
 
 @contextmanager
@@ -148,6 +150,10 @@ class RangesOfSamples:
         if isinstance(found.rows, Factored):
             self._rows[part.index] = found.rows
         return SampleAnswer(found.result, self._rounding.measured(), self._resumed())
+
+    def scored(self, question: Question, blocks: Sequence[RowBlock]) -> Scores:
+        """Return what is asked of a store's rows, of some of its blocks."""
+        return scores_of(question, blocks, self._ranges.observer)
 
     def factors(self, index: int) -> Factored:
         """Return the rows of a range, which stay here too."""

@@ -50,13 +50,13 @@ class Given:
 class OpenHelper:
     """A helper with the job open on it."""
 
-    def __init__(self, helpers: Helpers, name: str, actor: Any, opened: Any) -> None:
+    def __init__(self, helpers: Helpers, helper: Helper, opened: Any) -> None:
         """Take what it is.
 
         Args:
             opened: a reference to the end of its opening.
         """
-        self.name, self.actor = name, actor
+        self.name, self.actor, self.sees_files = helper.name, helper.actor, helper.sees_files
         self._helpers, self._opened = helpers, opened
 
     def call(
@@ -83,9 +83,10 @@ class OpenHelper:
         """Return a value as an argument, whose bytes are sent to all helpers once."""
         return self._helpers.put(value)
 
-    def moved(self, kind: str, value: Any) -> None:
-        """Count what came from it."""
+    def moved(self, kind: str, value: Any) -> Any:
+        """Count what came from it, and return it."""
         self._helpers.count(kind, num_bytes(value))
+        return value
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         return self.actor.compute.remote(
@@ -124,8 +125,9 @@ class Here:
         """Return the same."""
         return value
 
-    def moved(self, kind: str, value: Any) -> None:
-        """Count nothing."""
+    def moved(self, kind: str, value: Any) -> Any:
+        """Return the same."""
+        return value
 
 
 Device = OpenHelper | Here
@@ -136,7 +138,8 @@ class Helpers:
 
     Attributes:
         job: its id, and the number of the attempt.
-        alive: those that it has, as far as it knows.
+        num_devices: how many devices the job began on, the leader among them.
+        alive: the helpers that it has, as far as it knows.
         moved: bytes that crossed processes so far, by kind.
         here: the leader, once it has ranges.
         resumed: how often a range went on from a checkpoint, at most.
@@ -150,6 +153,7 @@ class Helpers:
         """
         self.job = (work.job_id, work.attempt)
         self._work, self._helpers, self._own_name = work, helpers, own_name
+        self.num_devices = 1
         self.alive: list[OpenHelper] = []
         self.moved: Counter[str] = Counter()
         self.here: Here
@@ -160,11 +164,6 @@ class Helpers:
         self._shared: dict[int, tuple[Any, Any]] = {}
         self._counting = Lock()
         self._threads: ThreadPoolExecutor
-
-    @property
-    def num_devices(self) -> int:
-        """How many devices the job has, the leader among them."""
-        return 1 + len(self.alive)
 
     def open(
         self, rows_name: str, inputs: ShippedInputs | None, *, homes: Mapping[int, str]
@@ -181,10 +180,11 @@ class Helpers:
         self._shared, self._homes, self.alive = {}, homes, []
         self._threads = ThreadPoolExecutor(max(1, len(living)), thread_name_prefix="answers")
         leader = ray.get_runtime_context().current_actor if living else None
+        self.num_devices = 1 + len(living)
         for helper in living:
             own = None if helper.sees_files else inputs
             opened = helper.actor.compute.remote("open", self._work, leader, rows_name, own)
-            self.alive.append(OpenHelper(self, helper.name, helper.actor, opened))
+            self.alive.append(OpenHelper(self, helper, opened))
             self.count("inputs", 0 if own is None else own.num_bytes)
 
     def lead(self, ranges: Any, device: torch.device) -> None:
@@ -216,6 +216,11 @@ class Helpers:
         if num_ranges <= number:
             return devices[number - num_ranges + part.index]
         return devices[part.index * number // num_ranges]
+
+    @property
+    def readers(self) -> list[Device]:
+        """Those that see the box's data folder, and last the leader, which reads it or fails."""
+        return [*(helper for helper in self.alive if helper.sees_files), self.here]
 
     @property
     def ran(self) -> list[str]:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +32,10 @@ from gradbox.protocol import (
 )
 from gradbox_engine import Observer
 from gradbox_engine.ranges import Devices, HeldJob, Range, cut
+from gradbox_engine.ranges.coroutines import LostDevices, on_some_device, run_together
 from gradbox_engine.ranges.samples import SampleRanges, SampleRun
 from gradbox_service.store.files import files_of
-from gradbox_worker.cluster.helpers import Helpers
+from gradbox_worker.cluster.helpers import Device, Helpers
 from gradbox_worker.cluster.led_devices import LedDevices, LedProgress, LedSampleDevices
 from gradbox_worker.cluster.messages import Helper
 from gradbox_worker.cluster.rows import SharedRows
@@ -42,6 +45,8 @@ from gradbox_worker.files.blob_tensors import BlobTensors
 from gradbox_worker.files.result_in_memory import ResultPlace
 from gradbox_worker.files.result_in_place import ResultOnDisk
 from gradbox_worker.files.rounded_gradients import RoundedGradients
+from gradbox_worker.stores.rows import RowBlock
+from gradbox_worker.stores.scoring import Question, Scores, joined
 from gradbox_worker.work import Work
 
 
@@ -81,10 +86,9 @@ class Lead:
     ) -> None:
         self.helpers = Helpers(work, helpers, own_name=own_name)
         self._work, self._waiting, self._shipped = work, waiting, shipped
-        self._progress: LedProgress | None = None
+        self._progress: LedProgress
         self._samples: LedSampleDevices | None = None
-        self._num_devices = 1
-        self.rows: SharedRows | None = None
+        self.rows: SharedRows
         self.goes_on_alone = False
 
     def begin(self, result: ResultPlace) -> Rows:
@@ -92,7 +96,6 @@ class Lead:
         assert isinstance(result, ResultOnDisk)  # a cluster's jobs have files
         self.rows, self._samples = SharedRows(self._work, result, self.helpers.count), None
         self.helpers.open(self.rows.kept_as, self._shipped, homes=self._waiting.homes)
-        self._num_devices = self.helpers.num_devices
         return self.rows
 
     def watched(self, observer: Observer) -> Observer:
@@ -101,20 +104,15 @@ class Lead:
         return self._progress
 
     def parts(
-        self,
-        groups: Sequence[InputGroup],
-        tensors: BlobTensors,
-        *,
-        by_samples: bool = False,
-        of_others: bool = False,
+        self, groups: Sequence[InputGroup], tensors: BlobTensors, *, by_samples: bool = False
     ) -> tuple[Range, ...]:
         """Return the ranges; see the module."""
         num_shards = sum(len(group.shards) for group in groups)
-        if self._progress is not None and not isinstance(self._work.spec, SampleSpec):
+        if not isinstance(self._work.spec, SampleSpec):
             self._progress.total = num_shards
-        kind = "others-" if of_others else ""
-        left = ranges_left(self._work, kind=kind)
-        for parts in (self._waiting.parts, left):
+        against = getattr(self._work.spec, "against_group", None)
+        kind = "others-" if against in [group.name for group in groups] else ""
+        for parts in (self._waiting.parts, ranges_left(self._work, kind=kind)):
             if parts and parts[-1].stop == num_shards:
                 return parts
         costs = _costs(groups, tensors, by_samples=by_samples)
@@ -122,7 +120,6 @@ class Lead:
 
     def devices(self, held: HeldJob) -> Devices:
         """Return the devices of a job in two phases."""
-        assert self._progress is not None
         self.helpers.moved.update(outputs=0, cotangents=0, sums=0, inputs=0)
         return LedDevices(self.helpers, held, self._progress)
 
@@ -130,12 +127,31 @@ class Lead:
         self, own: SampleRanges, *, device: torch.device, rounding: RoundedGradients
     ) -> LedSampleDevices:
         """Return the devices of a per-sample job."""
-        assert self._progress is not None
         self.helpers.moved.update(rows=0, factors=0, sums=0, values=0, inputs=0)
         self._samples = LedSampleDevices(
             self.helpers, own, device=device, rounding=rounding, progress=self._progress
         )
         return self._samples
+
+    def scored(self, question: Question, blocks: Sequence[RowBlock], observer: Observer) -> Scores:
+        """Have each device that sees the store's files score a range of the blocks, and join."""
+        progress, lost = self._progress, LostDevices()
+        progress.total = len(blocks)
+
+        def take(part: Range) -> Device:
+            readers = self.helpers.readers
+            return readers[(part.index - part.num_ranges) % len(readers)]
+
+        def call(device: Device, part: Range) -> Future[Scores]:
+            given = device.share(question), blocks[part.start : part.stop]
+            return device.call("scored", *given, then=partial(device.moved, "values"))
+
+        parts = cut([block.num_rows for block in blocks], len(self.helpers.readers))
+        found = run_together(
+            [on_some_device(part, take, call, lost) for part in parts],
+            tick=lambda _: progress.tick("products", len(blocks)),
+        )
+        return joined(question, found)
 
     def facts(self, runs: Sequence[Run]) -> Mapping[str, Any]:
         """Return what the receipt says of devices and ranges."""
@@ -144,8 +160,8 @@ class Lead:
             self._samples.add_rounding()
         views = [_view(run, device) for run, device in zip(runs, self.helpers.ran, strict=False)]
         facts: dict[str, Any] = {"ranges": views, "bytes_moved": dict(self.helpers.moved)}
-        if self._num_devices > 1:
-            facts["device"] = f"{self._num_devices} devices"
+        if self.helpers.num_devices > 1:
+            facts["device"] = f"{self.helpers.num_devices} devices"
         if self.helpers.resumed:
             facts["resumed"] = self.helpers.resumed
         return facts

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -122,11 +123,7 @@ class LedDevices:
     def fetched(self, sums: Sums) -> Future[NamedSums]:
         """Bring sums here."""
         assert isinstance(sums, Held)
-
-        def then(found: NamedSums) -> NamedSums:
-            sums.device.moved("sums", found)
-            return found
-
+        then = partial(sums.device.moved, "sums")
         return sums.device.call("take_sums", sums.index, then=then)
 
     def between_phases(self, step: Callable[[], T], precision: Precision) -> T:

@@ -12,7 +12,7 @@ from typing import Final
 import redis
 
 from gradbox.errors import GradboxError
-from gradbox.protocol import JobSpec, JobState, StepSpec
+from gradbox.protocol import JobSpec, JobState, StepSpec, StoreQuerySpec
 from gradbox_service.database.refusals import store_refuses, unless_refused
 from gradbox_service.fleet import Fleet
 from gradbox_service.jobs import Records, Turn, Turns
@@ -118,7 +118,8 @@ class TurnTaker:
         if turn is None or record is None:
             return
         spec = self._spec(record.id)
-        slots = self._devices.name(record, spec, after=self._last_step(spec))
+        after, rows_bytes = self._last_step(spec), self._rows_bytes(spec)
+        slots = self._devices.name(record, spec, after=after, rows_bytes=rows_bytes)
         if not slots:  # all have died while it was waited for, or those that it wants are busy
             self._turns.feed(turn)
             return
@@ -141,6 +142,11 @@ class TurnTaker:
         run_id = spec.run if isinstance(spec, StepSpec) else spec.state and spec.state.run
         run = self._runs.get(run_id or "")
         return "" if run is None else run.last_job
+
+    def _rows_bytes(self, spec: JobSpec | None) -> int:
+        """Return how large the rows of the store are that a job queries."""
+        store = self._stores.get(spec.store) if isinstance(spec, StoreQuerySpec) else None
+        return 0 if store is None else sum(part.size_bytes for part in store.parts)
 
     def _run(self, turn: Turn, slots: Sequence[Slot], orders: Orders) -> None:
         """Run a turn to its end, in a thread of its own."""

@@ -105,16 +105,14 @@ class LoadedJob:
             **given,
         )
 
-    def parts(
-        self, *groups: str, by_samples: bool = False, of_others: bool = False
-    ) -> tuple[Range, ...]:
+    def parts(self, *groups: str, by_samples: bool = False) -> tuple[Range, ...]:
         """Return the ranges that shards are cut into, see `Leading.parts`.
 
         Args:
             groups: by name; none is all of them.
         """
         inputs = [one for one in self.work.spec.inputs if not groups or one.name in groups]
-        return self.leading.parts(inputs, self.tensors, by_samples=by_samples, of_others=of_others)
+        return self.leading.parts(inputs, self.tensors, by_samples=by_samples)
 
     @property
     def calls(self) -> dict[str, Any]:

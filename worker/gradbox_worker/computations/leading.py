@@ -21,6 +21,8 @@ from gradbox_worker.computations.dense_rows import RowsFile
 from gradbox_worker.files.blob_tensors import BlobTensors
 from gradbox_worker.files.result_in_memory import ResultPlace
 from gradbox_worker.files.rounded_gradients import RoundedGradients
+from gradbox_worker.stores.rows import RowBlock
+from gradbox_worker.stores.scoring import Question, Scores, scores_of
 
 Run = RangeRun | SampleRun
 
@@ -43,27 +45,17 @@ class Leading(Protocol):
         """Return who hears of this device's shards, in place of who watches the job."""
 
     def parts(
-        self,
-        groups: Sequence[InputGroup],
-        tensors: BlobTensors,
-        *,
-        by_samples: bool = False,
-        of_others: bool = False,
+        self, groups: Sequence[InputGroup], tensors: BlobTensors, *, by_samples: bool = False
     ) -> tuple[Range, ...]:
         """Return the ranges that the shards of some groups are cut into.
 
         Args:
             tensors: what the shards are of.
             by_samples: by their samples as much as by their bytes.
-            of_others: whether these are the other shards that rows are multiplied with.
         """
 
     def devices(self, held: HeldJob) -> Devices:
-        """Return the devices of a job in two phases.
-
-        Args:
-            held: the job on this device.
-        """
+        """Return the devices of a job in two phases, which is `held` on this one."""
 
     def sample_devices(
         self, own: SampleRanges, *, device: torch.device, rounding: RoundedGradients
@@ -75,6 +67,9 @@ class Leading(Protocol):
             device: where what they give is joined.
             rounding: told of what they round.
         """
+
+    def scored(self, question: Question, blocks: Sequence[RowBlock], observer: Observer) -> Scores:
+        """Return what is asked of a store's rows; the observer hears of blocks of this device."""
 
     def facts(self, runs: Sequence[Run]) -> Mapping[str, Any]:
         """Return what the receipt says of devices and ranges."""
@@ -95,12 +90,7 @@ class Alone:
         return observer
 
     def parts(
-        self,
-        groups: Sequence[InputGroup],
-        tensors: BlobTensors,
-        *,
-        by_samples: bool = False,
-        of_others: bool = False,
+        self, groups: Sequence[InputGroup], tensors: BlobTensors, *, by_samples: bool = False
     ) -> tuple[Range, ...]:
         """Return one range."""
         return (Range(0, 1, 0, sum(len(group.shards) for group in groups)),)
@@ -114,6 +104,10 @@ class Alone:
     ) -> LedSamples:
         """Refuse: a per-sample job on one device is no job in ranges."""
         raise NotImplementedError
+
+    def scored(self, question: Question, blocks: Sequence[RowBlock], observer: Observer) -> Scores:
+        """Score all blocks."""
+        return scores_of(question, blocks, observer)
 
     def facts(self, runs: Sequence[Run]) -> Mapping[str, Any]:
         """Return nothing."""

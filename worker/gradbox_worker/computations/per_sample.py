@@ -104,7 +104,7 @@ def _split(job: LoadedJob, spec: Spec) -> SplitSamples:
         GradientReduction if isinstance(spec, PerSampleGradientSpec) else JacobianReduction
     )
     own_parts = job.parts(rows.name, by_samples=_forms_rows(spec))
-    other_parts = () if others is None else job.parts(others.name, of_others=True)
+    other_parts = () if others is None else job.parts(others.name)
     own = sample_ranges(job, spec)
     devices = job.leading.sample_devices(own, device=job.device, rounding=job.rounding)
     return split_samples(

@@ -27,8 +27,8 @@ from gradbox_service.stores.ids import ENDS, NUMBERS, TEXTS, Ids
 from gradbox_worker.computations import per_sample
 from gradbox_worker.computations.job import Computed, LoadedJob
 from gradbox_worker.stores.curvature import kernel_of, preconditioned, written
-from gradbox_worker.stores.rows import ROWS, ids_at
-from gradbox_worker.stores.scoring import scores_of
+from gradbox_worker.stores.rows import ROWS, blocks_of, ids_at
+from gradbox_worker.stores.scoring import Question
 from gradbox_worker.work import StoredCurvature, StoredRows
 
 DTYPES: Final = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -64,15 +64,16 @@ def compute_query(job: LoadedJob, spec: StoreQuerySpec) -> Computed:
     queries, facts = computed.tensors[ROWS], dict(computed.facts)
     if spec.precondition is not None:
         queries, facts["curvature"] = preconditioned(queries, store, damping=spec.damping)
-    found = scores_of(
-        queries, store.parts, top=spec.top, bottom=spec.bottom, unit_norm=spec.unit_norm
-    )
+    question = Question(queries.float(), spec.top, spec.bottom, spec.unit_norm)
+    began = time.perf_counter()
+    found = job.leading.scored(question, blocks_of(store.parts), job.observer)
+    seconds = {**computed.seconds, "products": time.perf_counter() - began}
     tensors = {n: tensor for n, tensor in computed.tensors.items() if n != ROWS}
     tensors["samples/scores"] = found.scores
     if found.rows is not None:
         tensors["samples/rows"] = found.rows
         tensors |= _id_tensors(ids_at(store.parts, found.rows.flatten().tolist()))
-    return replace(computed, tensors=tensors, facts=facts)
+    return replace(computed, tensors=tensors, facts=facts, seconds=seconds)
 
 
 def compute_fit(job: LoadedJob, spec: StoreFitSpec) -> Computed:

@@ -21,7 +21,7 @@ from gradbox.errors import InvalidInputs
 from gradbox.protocol import CurvatureView
 from gradbox_engine.per_sample.curvature import EigenBlock
 from gradbox_factors.two_sided import column_slices
-from gradbox_worker.stores.rows import blocks_of_rows, opened
+from gradbox_worker.stores.rows import blocks_of, opened, rows_of
 from gradbox_worker.work import StoreAsRead
 
 MOST_TOGETHER: Final = 8192
@@ -51,7 +51,7 @@ def kernel_of(store: StoreAsRead, *, device: torch.device) -> tuple[Blocks, int]
             )
         sums[names] = torch.zeros(length, length, dtype=torch.float64, device=device)
     num_rows = 0
-    for _, rows in blocks_of_rows(store.parts, device=device):
+    for rows in rows_of(blocks_of(store.parts), device=device):
         num_rows += len(rows)
         for names, part in slices.items():
             sums[names] += rows[:, part].T @ rows[:, part]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +21,16 @@ ROWS: Final = "samples/projection"
 BLOCK_BYTES: Final = 16 * 2**20
 
 
+@dataclass(frozen=True)
+class RowBlock:
+    """Consecutive rows, from row `start` of a part on, which is row `first` of the store."""
+
+    part: Path
+    start: int
+    num_rows: int
+    first: int
+
+
 def opened(path: Path, *, device: str = "cpu") -> Any:
     """Open a file of a store.
 
@@ -34,24 +45,37 @@ def opened(path: Path, *, device: str = "cpu") -> Any:
         ) from None
 
 
-def blocks_of_rows(parts: Sequence[Path], *, device: torch.device) -> Iterator[tuple[int, Tensor]]:
-    """Give the first row of each block and the block, (n, K) in float32 on a device.
-
-    All are made in one memory, so a block is gone with the next.
+def blocks_of(parts: Sequence[Path]) -> list[RowBlock]:
+    """Return the blocks that the rows of a store are read in, in their order.
 
     Raises:
         InvalidInputs: a part is not there.
     """
-    first, memory = 0, torch.empty(0, 0, dtype=torch.float32, device=device)
+    blocks, first = [], 0
     for part in parts:
         with opened(part) as file:
-            stored = file.get_slice(ROWS)
-            num_rows, num_columns = stored.get_shape()
-            for start, stop in slabs(num_rows, 4 * num_rows * num_columns, BLOCK_BYTES):
-                if len(memory) < stop - start:
-                    memory = memory.new_empty(stop - start, num_columns)
-                yield first + start, memory[: stop - start].copy_(stored[start:stop])
-            first += num_rows
+            num_rows, num_columns = file.get_slice(ROWS).get_shape()
+        for start, stop in slabs(num_rows, 4 * num_rows * num_columns, BLOCK_BYTES):
+            blocks.append(RowBlock(part, start, stop - start, first + start))
+        first += num_rows
+    return blocks
+
+
+def rows_of(blocks: Sequence[RowBlock], *, device: torch.device) -> Iterator[Tensor]:
+    """Give the rows of each block, (n, K) in float32 on a device.
+
+    All are made in one memory, so those of a block are gone with the next.
+
+    Raises:
+        InvalidInputs: a part is not there.
+    """
+    memory = torch.empty(0, 0, dtype=torch.float32, device=device)
+    for block in blocks:
+        with opened(block.part) as file:
+            rows = file.get_slice(ROWS)[block.start : block.start + block.num_rows]
+            if len(memory) < len(rows):
+                memory = memory.new_empty(rows.shape)
+            yield memory[: len(rows)].copy_(rows)
 
 
 def ids_at(parts: Sequence[Path], rows: Sequence[int]) -> Ids:

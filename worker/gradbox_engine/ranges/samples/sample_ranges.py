@@ -34,6 +34,9 @@ class SampleRanges:
 
     What is not described is as for `per_sample_gradient`, and the same on every device. Of shards
     outside of its ranges a device reads those that it plans; the leader asks for the shapes of all.
+
+    Attributes:
+        observer: hears of this device's samples.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class SampleRanges:
         """
         self._model, self._groups, self._setting = model, groups, setting
         self._request, self._loss = request, loss
-        self._observer, self._budget_bytes, self._sink = observer or Silent(), budget_bytes, sink
+        self.observer, self._budget_bytes, self._sink = observer or Silent(), budget_bytes, sink
         self._checkpoints, self._check_number = checkpoints, check_number
 
     def shapes(self, part: Range, *, of_others: bool) -> list[Shapes]:
@@ -135,12 +138,12 @@ class SampleRanges:
                 loss=self._loss,
                 loss_inputs=task.loss_inputs,
                 by_sample=task.by_sample,
-                observer=self._observer,
+                observer=self.observer,
                 checkpoints=checkpoints,
                 budget_bytes=self._budget_bytes,
                 sink=sink,
             ).run()
-            self._observer.step("samples", found.samples, found.samples)
+            self.observer.step("samples", found.samples, found.samples)
             return found
 
     def _ready(self) -> AbstractContextManager[CallableModel]:
