@@ -10,9 +10,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gradbox import CountSketch, GradClient, GradStore, InvalidJob
+from gradbox.protocol import StoreQuerySpec
+from gradbox.results.result import Tensors
+from gradbox.stores.jobs import StoreJob
 from tests.cluster.conftest import ClusterBox
-from tests.cluster.processes import wait_until
-from tests.cluster.test_jobs import num_ranges
+from tests.cluster.processes import kill, running, wait_until
+from tests.cluster.test_failures import ACTOR
+from tests.cluster.test_jobs import WAIT_S, num_ranges
 
 MODEL = "mlp"
 
@@ -109,3 +113,22 @@ def test_one_shard_of_queries_is_compared_on_as_many_devices_as_the_rows_are_wor
 def test_a_fit_on_several_devices_is_refused(store: GradStore) -> None:
     with pytest.raises(InvalidJob, match="devices"):
         store.fit("ekfac", **samples(3, 3, seed=7), devices=2)
+
+
+@pytest.mark.slow  # a lost device without Ray: tests/worker/test_scoring
+def test_a_device_that_dies_before_it_has_scored_costs_its_blocks_alone(
+    cluster: ClusterBox, client: GradClient
+) -> None:
+    store = filled(client.store("unhurried", model="unhurried", dtype="fp32"), 4, 2, 5)
+    asked = samples(3, 2, seed=9)
+    expected = torch.as_tensor(store.scores(**asked)[:])
+    view = store.view
+    job = client.submit(
+        StoreJob(model=view.model, store=view, spec=StoreQuerySpec, devices=2, **asked)
+    )
+    wait_until(lambda: job.refresh().state == "running", what="the job to run")
+    leader = cluster.process_of(job.refresh().worker)
+    kill(next(pid for pid in running(ACTOR, among=cluster.processes()) if pid != leader))
+    result = job.result(WAIT_S)
+    assert torch.equal(torch.as_tensor(Tensors(result._file, "samples")["scores"][:]), expected)
+    assert result.manifest.attempts == 1
