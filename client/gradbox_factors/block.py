@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradbox_factors.hashing import Sketch
 from gradbox_factors.term import Term, row_squares, wide
+from gradbox_factors.two_sided import TwoSided
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +59,10 @@ class Positions(Term):
             out.add_(self._summed(self.left).transpose(0, 1))
         else:
             torch.sum(self.left.transpose(0, 1), self._axis, out=out)
+
+    def two_sided(self, projection: TwoSided) -> Tensor:
+        rows = projection.of_rows(self._summed(self.left), self.parameter)
+        return rows.transpose(0, 1).unsqueeze(3)
 
     @property
     def _axis(self) -> int:

@@ -20,7 +20,14 @@ from gradbox_factors.multiplications import (
     weights_go_right,
 )
 from gradbox_factors.slabs import cached_bytes
-from gradbox_factors.term import Term, nearly_cancelled, row_squares, summed_outputs, wide
+from gradbox_factors.term import (
+    Term,
+    all_finite,
+    nearly_cancelled,
+    row_squares,
+    summed_outputs,
+    wide,
+)
 from gradbox_factors.two_sided import TwoSided
 
 _PAIR_BYTES = 64 * 2**20
@@ -200,7 +207,7 @@ class Outer(Term):
         left = torch.fft.rfft(sketch.spread(self.left, self.parameter, axes[0]))
         right = torch.fft.rfft(sketch.spread(self.right, self.parameter, axes[1]))
         projected: Tensor = torch.fft.irfft((left * right).sum(2), n=sketch.dim)
-        if not projected.isfinite().all():
+        if not all_finite(projected):
             return super().sketch(sketch)
         return projected.transpose(0, 1)
 

@@ -176,7 +176,7 @@ class Term(ABC):
 
         A mask's -1e308 times v is infinite, and NaN next to its output gradient, which is zero.
         """
-        return product if bool(product.isfinite().all()) else Term.jvp(self, tangent)
+        return product if all_finite(product) else Term.jvp(self, tangent)
 
     def vjp(self, cotangent: Tensor) -> Tensor:
         """Return Σ_{b,y} u[b, y] J[b, y], shape S, for `cotangent` of shape (B, Y)."""
@@ -203,7 +203,7 @@ class Term(ABC):
     def two_sided(self, projection: TwoSided) -> Tensor:
         """Return Qᵀ J P of J's rows and columns, shape (B, Y, r, c)."""
         factors = self.projected_factors(projection)
-        if factors is not None and (projected := factors.block()).isfinite().all():
+        if factors is not None and all_finite(projected := factors.block()):
             return projected
         r, c = projection.sizes(self.shape)
         total = self.rows(0, 0).new_zeros(self.samples, self.outputs, r, c)
@@ -234,6 +234,11 @@ def identity(factor: Tensor) -> Identity:
     alone.
     """
     return factor.data_ptr(), factor.shape, factor.stride(), factor.dtype
+
+
+def all_finite(x: Tensor) -> bool:
+    """Return whether no number is infinite or NaN; their sum tells at once where it is finite."""
+    return bool(x.sum().isfinite()) or bool(x.isfinite().all())
 
 
 def wide(x: Tensor) -> Tensor:

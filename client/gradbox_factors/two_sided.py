@@ -18,10 +18,11 @@ Source: Choe et al. 2024, "What is your data worth to GPT?", arXiv:2405.13954 (L
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,9 @@ class TwoSided:
 
     dim: int
     seed: int = 0
+    _matrices: dict[tuple[Any, ...], Tensor] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def sizes(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Return r and c of a parameter of some shape."""
@@ -52,8 +56,11 @@ class TwoSided:
         if size <= self.dim:
             return None
         drawn_for = parameter.rpartition(".")[0] if side == ROWS else parameter
-        signs = _signs(self.dim, self.seed, drawn_for, side, size, like.device)
-        return signs.to(like.dtype).div_(self.dim**0.5)
+        key = drawn_for, side, size, like.device, like.dtype
+        if key not in self._matrices:
+            signs = _signs(self.dim, self.seed, drawn_for, side, size, like.device)
+            self._matrices[key] = signs.to(like.dtype).div_(self.dim**0.5)
+        return self._matrices[key]
 
     def of_rows(self, x: Tensor, parameter: str) -> Tensor:
         """Return x Q for x (..., R)."""

@@ -85,7 +85,7 @@ class GradStore:
                 devices, name.
 
         Returns:
-            The job's result: `losses` and `manifest`.
+            The job's result, which stays on the box: `manifest`, and `losses[:]` fetches those.
 
         Raises:
             InvalidInputs: an id is in the store already, or they are not one for each sample.
@@ -198,7 +198,7 @@ class GradStore:
             fields = {**fields_of(self._view, StoreFitSpec), **own, **options}
             spec = checked(StoreFitSpec, **fields).model_dump_json(exclude_defaults=True)
             path = path_of(self._view, StoreFitSpec)
-            self._client.ask("POST", path, spec.encode()).result(progress=progress)
+            self._client.ask("POST", path, spec.encode()).open(progress=progress)
         else:
             self._run(StoreFitSpec, inputs, loss, progress, own=own, **options)
         self.refresh()
@@ -265,7 +265,10 @@ class GradStore:
     ) -> GradResult:
         view = self._view
         job = StoreJob(model=view.model, inputs=inputs, loss=loss, store=view, spec=spec, **given)
-        return self._client.run(job, progress=progress)
+        posted = self._client.post(job, progress=progress)
+        if spec is StoreQuerySpec:
+            return posted.result(progress=progress)
+        return posted.open(progress=progress)  # the store keeps what it was made of
 
     def _path(self, below: str = "") -> str:
         return f"/v1/stores/{self.id}{below}"

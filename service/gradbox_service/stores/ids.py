@@ -37,13 +37,13 @@ def ids_of(numbers: Any, ends: Any = None) -> Ids:
     if ends is None:
         if numbers.dtype != np.int64 or numbers.ndim != 1:
             raise InvalidInputs(f"ids: expected int64 (B,), got {_described(numbers)}")
-        return [int(number) for number in numbers]
+        return list(numbers.tolist())
     if numbers.dtype != np.uint8 or numbers.ndim != 1 or ends.dtype != np.int64 or ends.ndim != 1:
         raise InvalidInputs(
             f"ids: expected uint8 (N,) and ends int64 (B,), got {_described(numbers)} and "
             f"{_described(ends)}"
         )
-    places = [0, *(int(end) for end in ends)]
+    places = [0, *ends.tolist()]
     if places != sorted(places) or places[-1] != len(numbers):
         raise InvalidInputs(f"id_ends: expected rising numbers up to {len(numbers)}, got others")
     whole = numbers.tobytes()

@@ -23,6 +23,7 @@ from gradbox.protocol import (
 )
 from gradbox_engine.per_sample.curvature import kronecker
 from gradbox_factors import TwoSided, projection_of
+from gradbox_factors.term import all_finite
 from gradbox_service.stores.ids import ENDS, NUMBERS, TEXTS, Ids
 from gradbox_worker.computations import per_sample
 from gradbox_worker.computations.job import Computed, LoadedJob
@@ -46,7 +47,7 @@ def compute_rows(job: LoadedJob, spec: StoreRowsSpec) -> Computed:
     if num_ids != len(rows):
         raise InvalidInputs(f"ids: expected one for each of {len(rows)} samples, got {num_ids}")
     rounded = rows.to(DTYPES[spec.row_dtype])
-    if not bool(rounded.isfinite().all()) and bool(rows.isfinite().all()):
+    if rounded is not rows and not all_finite(rounded) and all_finite(rows):
         raise InvalidInputs(
             f"expected rows that {spec.row_dtype} holds, got numbers up to "
             f"{rows.abs().max():.3g}: make the store with dtype='bf16' or 'fp32', or scale the loss"
