@@ -86,8 +86,9 @@ def _trak(client: GradClient, task: Task, seed: int, asked: dict[str, Any]) -> T
 
 def box_seconds(client: GradClient, meter: Meter, task: Task, projection: Any) -> float:
     """Return the processor time of all processes for the fastest `store.add` of all samples."""
-    name = f"{task.name}-{type(projection).__name__}"
-    store = client.store(name, model=task.name, projection=projection, dtype="fp32")
+    name, wrt = f"{task.name}-{type(projection).__name__}", task.wrt
+    store = client.store(name, model=task.name, wrt=wrt, projection=projection, dtype="fp32")
+    meter.rest()
     seconds = []
     for turn in range(PASSES + 1):  # one more: the first builds the model
         first = turn * len(task.x)

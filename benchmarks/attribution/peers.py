@@ -12,7 +12,7 @@ What is set so that all compute the same:
     dattri       the Hessian of the mean loss, in float64; steps enough to converge; for TRAK, rows
                  of the model's output, weighted by 1 − `correct_probability_func`, and the same
                  checkpoint as often as rows are projected
-    bergson      its hooks take texts: a sample is a text of one position
+    bergson      its hooks take texts: a sample of numbers is a text of one position
 """
 
 from __future__ import annotations
@@ -260,7 +260,9 @@ def _bergson_rows(task: Task, weights: Path, folder: Path) -> Callable[[], None]
         for first in range(0, len(indices), BATCH):
             batch = slice(first, first + BATCH)
             with collector:
-                losses = task.loss(model(task.x[batch].unsqueeze(1)).squeeze(1), task.y[batch])
+                x = task.x[batch]
+                z = model(x.unsqueeze(1)).squeeze(1) if x.is_floating_point() else model(x)
+                losses = task.loss(z, task.y[batch])
                 losses.sum().backward()
             collector.process_batch(indices[batch], losses=losses)
         collector.teardown()

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -17,7 +17,6 @@ from benchmarks.attribution.peers import (
     BATCH,
     CG_STEPS,
     LAYER_DIM,
-    ROWS,
     SCORES,
     Scores,
     installed,
@@ -26,13 +25,22 @@ from benchmarks.attribution.peers import (
     versions,
 )
 from benchmarks.attribution.retrained import SEEDS, Retrained, retrain, spearman
-from benchmarks.attribution.tasks import DRAWS, HESSIAN_DAMPING, SKETCHES, TASKS, Task
+from benchmarks.attribution.tasks import (
+    DRAWS,
+    HESSIAN_DAMPING,
+    NUM_TEXTS,
+    SKETCH_DIM,
+    SKETCHES,
+    TASKS,
+    TEXT_BYTES,
+    Task,
+)
 from benchmarks.box.small_jobs import Meter, metered_box
 from benchmarks.page import section, table, verdicts
 from gradbox import GradClient, PerLayer, Rademacher
 
 COMPARED: Final = ("digits", "diabetes")
-MEASURED: Final = "wide"
+WIDE, TEXTS = "wide", "texts"
 METHODS: Final[Mapping[str, str]] = {
     "dot": "dot product",
     "cosine": "cosine",
@@ -45,13 +53,21 @@ METHODS: Final[Mapping[str, str]] = {
 LEAST_SPEARMAN, LEAST_OF_TRAK = 0.99, 0.95  # whose random signs differ
 MOST_APART: Final = 0.03
 LEAST_GAIN: Final = 2.0
-SIGNS, LAYERS = "gradbox, Rademacher", "gradbox, PerLayer"
-OURS: Final = {SIGNS: "signs, all layers together", LAYERS: "signs, each layer on both sides"}
-# What each peer does for a row, and which projection of gradbox stands beside it.
-BESIDE: Final[Mapping[str, tuple[str, str]]] = {
-    "TRAK": ("signs, all layers together", SIGNS),
-    "bergson": ("signs, each layer on both sides", LAYERS),
-    "kronfluence": ("no projection; keeps the sum of squares alone", LAYERS),
+# Who makes rows of which task.
+Who = tuple[str, str]
+SIGNS, LAYERS = (WIDE, "gradbox, Rademacher"), (WIDE, "gradbox, PerLayer")
+LAYERS_OF_TEXTS = (TEXTS, "gradbox, PerLayer")
+OURS: Final[Mapping[Who, tuple[str, Any]]] = {
+    SIGNS: ("signs, all layers together", Rademacher(SKETCH_DIM)),
+    LAYERS: ("signs, each layer on both sides", PerLayer(LAYER_DIM)),
+    LAYERS_OF_TEXTS: ("signs, each layer on both sides", PerLayer(LAYER_DIM)),
+}
+# What each peer does for a row, and which of gradbox's stands beside it.
+BESIDE: Final[Mapping[Who, tuple[str, Who]]] = {
+    (WIDE, "TRAK"): ("signs, all layers together", SIGNS),
+    (WIDE, "bergson"): ("signs, each layer on both sides", LAYERS),
+    (WIDE, "kronfluence"): ("no projection; keeps the sum of squares alone", LAYERS),
+    (TEXTS, "bergson"): ("signs, each layer on both sides", LAYERS_OF_TEXTS),
 }
 
 
@@ -78,7 +94,7 @@ class Attribution:
     """What was measured: scores, rows a second of processor time, the peers, the machine's load."""
 
     compared: list[Compared]
-    rates: dict[str, float]
+    rates: dict[Who, float]
     versions: str
     load: float
 
@@ -94,7 +110,7 @@ def measure_attribution(*, num_subsets: int) -> Attribution:
         entries = [tasks[task].entry(file) for task, file in weights.items()]
         with metered_box(Path(name), registered="\n".join(entries)) as (client, meter):
             ours = {one: box_scores(client, tasks[one], weights[one]) for one in COMPARED}
-            rates = _rates(client, meter, tasks[MEASURED], weights[MEASURED])
+            rates = _rates(client, meter, tasks, weights)
         for one in COMPARED:
             there = filter(installed, SCORES)
             theirs = {peer: peer_scores(peer, tasks[one], weights[one]) for peer in there}
@@ -103,11 +119,17 @@ def measure_attribution(*, num_subsets: int) -> Attribution:
     return Attribution(compared, rates, versions(), os.getloadavg()[0])
 
 
-def _rates(client: GradClient, meter: Meter, task: Task, weights: Path) -> dict[str, float]:
-    projections = {SIGNS: Rademacher(task.sketch_dim), LAYERS: PerLayer(LAYER_DIM)}
-    seconds = {who: box_seconds(client, meter, task, one) for who, one in projections.items()}
-    seconds |= {peer: peer_seconds(peer, task, weights) for peer in filter(installed, ROWS)}
-    return {who: len(task.x) / taken for who, taken in seconds.items()}
+def _rates(
+    client: GradClient, meter: Meter, tasks: Mapping[str, Task], weights: Mapping[str, Path]
+) -> dict[Who, float]:
+    seconds = {
+        who: box_seconds(client, meter, tasks[who[0]], projection)
+        for who, (_, projection) in OURS.items()
+    }
+    for task, peer in BESIDE:
+        if installed(peer):
+            seconds[task, peer] = peer_seconds(peer, tasks[task], weights[task])
+    return {who: len(tasks[who[0]].x) / taken for who, taken in seconds.items()}
 
 
 def _compared(
@@ -135,10 +157,10 @@ def attribution_section(found: Attribution) -> str:
         ]
         for one in found.compared
     ]
-    rates = [[who, does, f"{found.rates[who]:,.0f}"] for who, does in OURS.items()]
-    rates += [
-        [peer, does, f"{found.rates[peer]:,.0f}" if peer in found.rates else ABSENT]
-        for peer, (does, _) in BESIDE.items()
+    rates = [
+        [*who, does, f"{found.rates[who]:,.0f}" if who in found.rates else ABSENT]
+        for of_whom in (OURS, BESIDE)
+        for who, (does, _) in of_whom.items()
     ]
     return section(
         "Influence beside peers",
@@ -155,11 +177,13 @@ def attribution_section(found: Attribution) -> str:
         f"the same ones for both. TRAK's scores are means over {SKETCHES} "
         "projections to as many numbers, 1024 and 256, whose random signs are not the peer's. "
         f"dattri's CG takes {CG_STEPS} steps in float64.",
-        f"Rows of 4,800 samples through an MLP of 26,000 parameters, in batches of {BATCH}, to 512 "
-        f"numbers or {LAYER_DIM} × {LAYER_DIM} of each layer, by the processor time of the fastest "
-        f"pass. Those of gradbox go through the box into a store: the time is that of all its "
-        "processes and of the client.",
-        table(["rows", "", "a second"], rates),
+        f"Rows of 12,000 digits through an MLP of 26,000 parameters (wide), and of {NUM_TEXTS} "
+        f"texts of {TEXT_BYTES} bytes through the linear layers of a transformer of 3.2 million "
+        f"(texts), in batches of {BATCH}, to {SKETCH_DIM} numbers or {LAYER_DIM} × {LAYER_DIM} of "
+        "each layer, by the processor time of the fastest pass. Those of gradbox go through the "
+        "box into a store, with their checksums: the time is that of all its processes and of the "
+        "client.",
+        table(["task", "rows", "", "a second"], rates),
         verdicts(_bars(found)),
     )
 
@@ -184,8 +208,9 @@ def _bars(found: Attribution) -> list[tuple[bool, str]]:
     gain = lds["ekfac"] / lds["dot"]
     sentence = f"EK-FAC's LDS is {gain:.2f} of the dot product's, at least {LEAST_GAIN:.0f}"
     bars.append((gain >= LEAST_GAIN, f"{COMPARED[0]}: {sentence}"))
-    for peer, (_, beside) in BESIDE.items():
-        if peer in found.rates:
-            ratio = found.rates[beside] / found.rates[peer]
-            bars.append((ratio >= 1, f"{beside}: {ratio:.2f} of the rows a second of {peer}"))
+    for who, (_, beside) in BESIDE.items():
+        if who in found.rates:
+            ratio, (task, ours) = found.rates[beside] / found.rates[who], beside
+            sentence = f"{task}: {ours}: {ratio:.2f} of the rows a second of {who[1]}"
+            bars.append((ratio >= 1, sentence))
     return bars

@@ -1,5 +1,7 @@
 """Two models small enough to retrain by the hundred: a classifier of digits, and a regression.
 
+Two more are not trained, and measure how fast rows are made: a wider classifier, and a transformer.
+
 Each minimises mean loss + decay/2 ‖θ‖² on its training samples by Adam on all of them at once. So
 influence has its natural damping: decay, the penalty's second derivative. The Hessian takes three
 of it: one makes it positive definite at a minimum, which training comes near but not to.
@@ -24,6 +26,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
+from gradbox_worker.demo.text import documentation_pairs
+
 Stacked = dict[str, Tensor]  # name → (S, *shape)
 Loss = Callable[[Tensor, Tensor], Tensor]  # outputs, targets → (B,)
 
@@ -32,6 +36,16 @@ SEED: Final = 0
 DRAWS: Final = 4
 SKETCHES: Final = 24
 HESSIAN_DAMPING: Final = 3  # of the decay
+NUM_TEXTS, TEXT_BYTES = 400, 64
+SKETCH_DIM: Final = 512  # of rows that are timed
+
+
+def mlp(widths: tuple[int, ...]) -> nn.Sequential:
+    """Return linear layers with tanh between them."""
+    layers: list[nn.Module] = []
+    for before, after in pairwise(widths):
+        layers += [nn.Linear(before, after), nn.Tanh()]
+    return nn.Sequential(*layers[:-1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +55,7 @@ class Task:
     Attributes:
         x: of N training samples, (N, D); y are their targets, (N,).
         query_x: of Q queries, (Q, D); query_y likewise.
-        widths: of its layers, with tanh between them.
+        widths: of its layers, as `builder` takes them.
         loss: of each sample.
         output: f, the number of each sample that TRAK calls the model's output.
         slope: dloss/df of each sample, from f and its target.
@@ -49,6 +63,7 @@ class Task:
         steps: of Adam.
         sketch_dim: of rows that are projected for TRAK, `SKETCHES` times with other signs.
         kernel_damping: added to each kernel, the mean product of such rows.
+        wrt: globs over the parameters that rows are of; None for all.
     """
 
     name: str
@@ -65,6 +80,8 @@ class Task:
     steps: int
     sketch_dim: int
     kernel_damping: float
+    builder: Callable[[tuple[int, ...]], nn.Module] = mlp
+    wrt: tuple[str, ...] | None = None
 
     @property
     def hessian_damping(self) -> float:
@@ -73,7 +90,7 @@ class Task:
 
     def model(self, weights: Path | None = None) -> nn.Module:
         """Return the model, with weights of a file or with random ones."""
-        found = mlp(self.widths)
+        found = self.builder(self.widths)
         if weights is not None:
             found.load_state_dict(load_file(weights))
         return found.eval()
@@ -97,7 +114,7 @@ class Task:
             [
                 f"[models.{self.name}]",
                 'builder = "python"',
-                f'source = "{__name__}:mlp"',
+                f'source = "{__name__}:{self.builder.__name__}"',
                 f"kwargs = {{ widths = {list(self.widths)} }}",
                 f"weights = {json.dumps(str(weights))}",
                 "",
@@ -105,12 +122,33 @@ class Task:
         )
 
 
-def mlp(widths: tuple[int, ...]) -> nn.Sequential:
-    """Return linear layers with tanh between them."""
-    layers: list[nn.Module] = []
-    for before, after in pairwise(widths):
-        layers += [nn.Linear(before, after), nn.Tanh()]
-    return nn.Sequential(*layers[:-1])
+class Encoder(nn.Module):
+    """A transformer over bytes of texts, whose output is the mean over positions."""
+
+    def __init__(self, width: int, inner: int, num_classes: int) -> None:
+        from transformers import BertConfig, BertModel
+
+        super().__init__()
+        config = BertConfig(
+            vocab_size=256,
+            hidden_size=width,
+            intermediate_size=inner,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            max_position_embeddings=TEXT_BYTES,
+        )
+        self.layers = BertModel(config, add_pooling_layer=False)
+        self.head = nn.Linear(width, num_classes)
+
+    def forward(self, x_BT: Tensor) -> Tensor:
+        positions: Tensor = self.head(self.layers(x_BT).last_hidden_state)
+        return positions.mean(1)
+
+
+def encoder(widths: tuple[int, ...]) -> Encoder:
+    """Return a transformer of some width, with feed-forward layers and classes of others."""
+    width, inner, num_classes = widths
+    return Encoder(width, inner, num_classes)
 
 
 def train(task: Task, subsets_SM: Tensor, *, seed: int) -> Stacked:
@@ -119,7 +157,7 @@ def train(task: Task, subsets_SM: Tensor, *, seed: int) -> Stacked:
     Adam acts on each number by itself, so the models don't meet though one optimizer has them all.
     """
     torch.manual_seed(seed)
-    model = mlp(task.widths)
+    model = task.builder(task.widths)
     stacked = {
         name: p.detach().expand(len(subsets_SM), *p.shape).clone().requires_grad_()
         for name, p in model.named_parameters()
@@ -211,16 +249,32 @@ def diabetes() -> Task:
 
 
 def wide() -> Task:
-    """The digits four times over, and a wider model that is not trained: to measure rows by."""
+    """The digits ten times over, and a wider model that is not trained: to measure rows by."""
     task = digits()
     return replace(
         task,
         name="wide",
         widths=(64, 128, 128, 10),
-        x=task.x.repeat(4, 1),
-        y=task.y.repeat(4),
+        x=task.x.repeat(10, 1),
+        y=task.y.repeat(10),
         steps=0,
-        sketch_dim=512,
+        sketch_dim=SKETCH_DIM,
+    )
+
+
+def texts() -> Task:
+    """The first bytes of Python's documentation strings, of ten classes, and a transformer."""
+    found = [f"{query} {passage}".encode() for query, passage in documentation_pairs(NUM_TEXTS)]
+    x = torch.tensor([list(text[:TEXT_BYTES].ljust(TEXT_BYTES)) for text in found])
+    return replace(
+        digits(),
+        name="texts",
+        builder=encoder,
+        widths=(256, 1024, 10),
+        wrt=("*.self.*", "*.dense.*", "head.*"),  # linear layers
+        x=x,
+        y=torch.arange(NUM_TEXTS) % 10,
+        steps=0,
     )
 
 
@@ -234,4 +288,5 @@ TASKS: Final[dict[str, Callable[[], Task]]] = {
     "digits": digits,
     "diabetes": diabetes,
     "wide": wide,
+    "texts": texts,
 }

@@ -70,9 +70,9 @@ def check_new(ids: Ids, parts: Iterable[Path]) -> None:
     Raises:
         InvalidInputs: an id comes twice, or is of another type than those of the store.
     """
-    counted = Counter(ids)
-    if len(counted) < len(ids):
-        twice = [one for one, times in counted.items() if times > 1]
+    new = set(ids)
+    if len(new) < len(ids):
+        twice = [one for one, times in Counter(ids).items() if times > 1]
         raise InvalidInputs(f"ids: expected each once, got {_some(twice)} more than once")
     for part in parts:
         there = read_ids(part)
@@ -81,7 +81,7 @@ def check_new(ids: Ids, parts: Iterable[Path]) -> None:
                 f"ids: expected {type(there[0]).__name__}, as the store's are, got "
                 f"{type(ids[0]).__name__}"
             )
-        again = counted.keys() & set(there)
+        again = new.intersection(there)
         if again:
             raise InvalidInputs(
                 f"ids: expected rows that the store lacks, got {_some(sorted(again))} again; "
