@@ -47,9 +47,10 @@ class Estimate(EstimateView):
     def _said(self) -> list[tuple[str, str]]:
         graphs = "" if self.seconds is not None else " or more"
         if self.shards_retained:
+            number = self.shards_retained
             graphs = (
                 f" with one graph at a time, {size(self.peak_retained_bytes)} with those of "
-                f"{self.shards_retained} shards"
+                f"{number} shard{'' if number == 1 else 's'}"
             )
         known = f"{size(self.result_bytes)} of result" if self.seconds is not None else ""
         said = [
