@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from gradbox_factors.hashing import Sketch
-from gradbox_factors.term import Term, row_squares, wide
+from gradbox_factors.term import OutputGradients, Term, row_squares, wide
 from gradbox_factors.two_sided import TwoSided
 
 
 @dataclass(frozen=True, eq=False)
-class Positions(Term):
+class Positions(OutputGradients):
     """J[b, y, o] = Σ_t left[y, b, t, o] (or left[y, b, o, t]).
 
     A bias, which shares its layer's factor.
@@ -25,18 +25,6 @@ class Positions(Term):
     shape: tuple[int, ...]
     left: Tensor  # (Y, B, T, O), or (Y, B, O, T) where `channels_first`
     channels_first: bool = False
-
-    @property
-    def samples(self) -> int:
-        return self.left.shape[1]
-
-    @property
-    def outputs(self) -> int:
-        return self.left.shape[0]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.left.dtype
 
     def narrow(self, samples: slice, outputs: slice) -> Positions:
         left = self.left[outputs, samples]

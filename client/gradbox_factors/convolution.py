@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradbox_factors.outer import Outer
-from gradbox_factors.term import Term
+from gradbox_factors.term import OutputGradients
 from gradbox_factors.two_sided import TwoSided
 
 
@@ -49,7 +49,7 @@ class Geometry:
 
 
 @dataclass(frozen=True, eq=False)
-class Convolution(Term):
+class Convolution(OutputGradients):
     """J of a convolution's weight, S = (O, C/g, *k), or (C, O/g, *k) where transposed.
 
     M images stand for each sample; their contributions are summed.
@@ -61,18 +61,6 @@ class Convolution(Term):
     left: Tensor  # (Y, B, M, O, *S')
     right: Tensor  # (B, M, C, *S)
     window: Geometry
-
-    @property
-    def samples(self) -> int:
-        return self.right.shape[0]
-
-    @property
-    def outputs(self) -> int:
-        return self.left.shape[0]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.left.dtype
 
     def geometry(self) -> dict[str, Any]:
         return asdict(self.window)

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from gradbox_factors.hashing import Sketch
 from gradbox_factors.outer import Outer
-from gradbox_factors.term import Term, summed_outputs, wide
+from gradbox_factors.term import OutputGradients, summed_outputs, wide
 from gradbox_factors.two_sided import ROWS, TwoSided
 
 
 @dataclass(frozen=True, eq=False)
-class Lookup(Term):
+class Lookup(OutputGradients):
     """J[b, y, v] = Σ_t [ids[b, t] = v] left[y, b, t]; rows that no id names are zero."""
 
     rule: ClassVar[str] = "lookup"
@@ -26,18 +26,6 @@ class Lookup(Term):
     shape: tuple[int, ...]
     left: Tensor  # (Y, B, T, D)
     ids: Tensor  # (B, T), int64
-
-    @property
-    def samples(self) -> int:
-        return self.ids.shape[0]
-
-    @property
-    def outputs(self) -> int:
-        return self.left.shape[0]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.left.dtype
 
     def narrow(self, samples: slice, outputs: slice) -> Lookup:
         return replace(self, left=self.left[outputs, samples], ids=self.ids[samples])

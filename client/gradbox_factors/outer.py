@@ -21,6 +21,7 @@ from gradbox_factors.multiplications import (
 )
 from gradbox_factors.slabs import cached_bytes
 from gradbox_factors.term import (
+    OutputGradients,
     Term,
     all_finite,
     nearly_cancelled,
@@ -35,7 +36,7 @@ FEWEST_ROWS = 16  # of a slab
 
 
 @dataclass(frozen=True, eq=False)
-class Outer(Term):
+class Outer(OutputGradients):
     """J[b, y, o, i] = Σ_t left[y, b, t, o] right[b, t, i], of output gradients and inputs.
 
     `transposed` says that S is (I, O).
@@ -47,18 +48,6 @@ class Outer(Term):
     left: Tensor  # (Y, B, T, O)
     right: Tensor  # (B, T, I)
     transposed: bool = False
-
-    @property
-    def samples(self) -> int:
-        return self.right.shape[0]
-
-    @property
-    def outputs(self) -> int:
-        return self.left.shape[0]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.left.dtype
 
     def narrow(self, samples: slice, outputs: slice) -> Outer:
         left, right = self.left[outputs, samples], self.right[samples]

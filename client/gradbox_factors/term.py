@@ -218,6 +218,24 @@ class Term(ABC):
         return total
 
 
+class OutputGradients(Term):
+    """A term whose first factor are output gradients: `left`, of shape (Y, B, ...)."""
+
+    left: Tensor
+
+    @property
+    def samples(self) -> int:
+        return self.left.shape[1]
+
+    @property
+    def outputs(self) -> int:
+        return self.left.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.left.dtype
+
+
 def summed_outputs(left: Tensor, cotangent: Tensor) -> Tensor:
     """Return Σ_y u[b, y] left[y, b, t, o], shape (B, T, O)."""
     Y, B, T, rows = left.shape
