@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import gradbox.losses as losses  # noqa: F401
+    from gradbox import losses as losses
     from gradbox.async_client import AsyncGradClient as AsyncGradClient
     from gradbox.async_client import AsyncJob as AsyncJob
     from gradbox.batch import Batch as Batch
