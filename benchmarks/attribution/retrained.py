@@ -15,7 +15,6 @@ from typing import Final
 
 import numpy as np
 import torch
-from scipy.stats import rankdata
 from torch import Tensor
 from torch.func import functional_call, vmap
 
@@ -58,6 +57,8 @@ def retrain(task: Task, *, num_subsets: int = SUBSETS, num_seeds: int = SEEDS) -
 
 def spearman(left: Tensor, right: Tensor) -> Tensor:
     """Return Spearman's correlation of each row with the same row of the other matrix."""
+    from scipy.stats import rankdata
+
     ranks = [torch.tensor(rankdata(np.asarray(one), axis=1)) for one in (left, right)]
     a, b = ((one - one.mean(1, keepdim=True)) for one in ranks)
     return torch.cosine_similarity(a, b, dim=1)

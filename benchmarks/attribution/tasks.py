@@ -21,7 +21,6 @@ from typing import Any, Final
 
 import torch
 from safetensors.torch import load_file, save_file
-from sklearn.datasets import load_diabetes, load_digits
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
@@ -209,6 +208,8 @@ def _drawn_number(z: Tensor, generator: torch.Generator) -> Tensor:
 
 def digits() -> Task:
     """Scikit-learn's digits: 1,200 of them to train on, and 100 queries."""
+    from sklearn.datasets import load_digits
+
     x, y = load_digits(return_X_y=True)
     return _split(
         torch.tensor(x, dtype=torch.float32) / 16,
@@ -229,6 +230,8 @@ def digits() -> Task:
 
 def diabetes() -> Task:
     """Scikit-learn's diabetes, scaled to unit variance: 342 to train on, and 100 queries."""
+    from sklearn.datasets import load_diabetes
+
     x, y = load_diabetes(return_X_y=True)
     x_BD, y_B = torch.tensor(x, dtype=torch.float32), torch.tensor(y, dtype=torch.float32)
     return _split(

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from scipy.stats import spearmanr
 
 from benchmarks.attribution.report import (
     BESIDE,
@@ -60,6 +59,8 @@ def test_a_peer_that_is_absent_is_named_without_a_bar() -> None:
 
 
 def test_the_correlation_is_that_of_scipy_row_by_row() -> None:
+    from scipy.stats import spearmanr
+
     left, right = torch.randn(2, 3, 20, generator=torch.Generator().manual_seed(0))
     left[0, :5] = left[0, 5]  # ties
     expected = [spearmanr(a, b).statistic for a, b in zip(left, right, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import UserDict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -194,15 +195,18 @@ def test_a_field_that_no_job_can_have_is_refused_before_anything_is_sent(name: s
 
 
 @pytest.mark.parametrize(
-    ("tensor", "advice"),
+    ("make", "advice"),
     [
-        (X.to("meta"), "another device"),
-        (X.to_sparse(), "to_dense"),
-        (torch.nested.nested_tensor([X, X], layout=torch.jagged), "to_padded_tensor"),
+        (lambda: X.to("meta"), "another device"),
+        (lambda: X.to_sparse(), "to_dense"),
+        (lambda: torch.nested.nested_tensor([X, X], layout=torch.jagged), "to_padded_tensor"),
     ],
     ids=["meta", "sparse", "nested"],
 )
-def test_a_tensor_without_plain_values_is_told_its_own_way_out(tensor: Tensor, advice: str) -> None:
+def test_a_tensor_without_plain_values_is_told_its_own_way_out(
+    make: Callable[[], Tensor], advice: str
+) -> None:
+    tensor = make()
     with pytest.raises(InvalidInputs, match=f"holds values, got [^;]*; [^;]*{advice}[^;]*$"):
         tensor_bytes(tensor, where="x")
 

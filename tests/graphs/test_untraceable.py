@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import random
 import threading
@@ -132,7 +133,11 @@ def doubled(z: Tensor) -> Tensor:
     return z * 2
 
 
-COMPILED = torch.compile(doubled)
+@functools.cache
+def compiled() -> Callable[[Tensor], Tensor]:
+    return torch.compile(doubled)
+
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch.jit is deprecated, and still used
     SCRIPTED = torch.jit.script(doubled)  # type: ignore[no-untyped-call]
@@ -199,7 +204,7 @@ FUNCTIONS = [
     (lambda z: z.sum() if f"{z.dtype}" == "torch.float16" else z.mean(), "outside the function"),
     (lambda z: z.sum() if f"{z.mean():.3f}" else z.mean(), "outside the function"),
     (printed, "leave print() out"),
-    (lambda z: COMPILED(z).sum(), "torch.compile made"),
+    (lambda z: compiled()(z).sum(), "torch.compile made"),
     (lambda z: SCRIPTED(z).sum(), "torch.jit made"),
     (lambda z: z.sum() * random.Random(0).random(), "loss_inputs"),
     (lambda z: z.sum() * np.random.default_rng(0).normal(), "loss_inputs"),
@@ -284,7 +289,7 @@ def test_a_parameter_read_as_a_number_would_lose_its_gradient() -> None:
 
 def test_a_loss_that_torch_compiled_is_refused_as_such() -> None:
     for made, by in (
-        (COMPILED, "compile"),
+        (compiled(), "compile"),
         (torch.compile(nn.Tanh()), "compile"),
         (SCRIPTED, "jit"),
     ):

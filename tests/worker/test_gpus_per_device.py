@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel
 
 from gradbox.errors import UnusableModel
 from gradbox_worker.computations.placement import gpus_of
@@ -26,6 +25,8 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def models_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("spread")
+    from transformers import BertConfig, BertModel
+
     config = BertConfig(
         hidden_size=16,
         num_hidden_layers=2,

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
 from torch import Tensor, nn
 
 from gradbox.protocol import LoRASpec, OptimizerSpec, step_seed
@@ -31,6 +30,8 @@ def device(tmp_path: Path) -> Device:
 
 def plain() -> nn.Module:
     """Return what peft makes of the model, as the docs say how."""
+    from peft import LoraConfig, inject_adapter_in_model  # seconds, which collecting need not take
+
     model = zoo.attention().train()
     config = LoraConfig(r=2, lora_alpha=4, lora_dropout=0.2, target_modules=["query", "value"])
     with torch.random.fork_rng():
@@ -39,6 +40,8 @@ def plain() -> nn.Module:
 
 
 def test_steps_are_those_of_a_model_that_peft_adapts(device: Device) -> None:
+    from peft import get_peft_model_state_dict
+
     model = plain()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(trained, lr=0.02)
