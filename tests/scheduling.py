@@ -12,10 +12,23 @@ from typing import Final
 from xdist.scheduler import LoadFileScheduling
 
 SHARING: Final = ("tests/client/", "tests/cluster/", "tests/dashboard/", "tests/worker/")
-WITH_BOXES_OF_THEIR_OWN: Final = (
-    "tests/client/test_up.py",
-    "tests/client/test_models_page.py",
-    "tests/client/test_training_under_quota.py",
+# Files of these folders that take seconds without the shared boxes.
+SHARING_NONE: Final = (
+    *(
+        f"tests/client/test_{name}.py"
+        for name in (
+            "backup estimates factor_checks fuzz_bytes hits models_page problems public_names "
+            "results training_under_quota up wire_faults"
+        ).split()
+    ),
+    *(
+        f"tests/worker/{name}.py"
+        for name in (
+            "runs/test_adapters runs/test_recovery runs/test_steps test_drawn_interruptions "
+            "test_first_job test_hugging_face test_refusing_redis test_registry test_reload "
+            "test_short_of_memory"
+        ).split()
+    ),
 )
 COMPUTING: Final = ("tests/engine/", "tests/golden/", "tests/graphs/")
 
@@ -23,7 +36,7 @@ COMPUTING: Final = ("tests/engine/", "tests/golden/", "tests/graphs/")
 def unit(nodeid: str) -> str:
     """Return what runs in one process: a file, or a folder whose files share boxes."""
     file = nodeid.partition("::")[0]
-    if file in WITH_BOXES_OF_THEIR_OWN:
+    if file in SHARING_NONE:
         return file
     return next((folder for folder in SHARING if file.startswith(folder)), file)
 

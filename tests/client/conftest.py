@@ -61,14 +61,14 @@ def write_models(path: Path, *, minilm: bool = False) -> Path:
     return path
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def twin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestBox]:
     folder = tmp_path_factory.mktemp("twin")
     with twin_box(folder / "data", models=write_models(folder / "models.toml")) as box:
         yield box
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestBox]:
     folder = tmp_path_factory.mktemp("real")
     models = write_models(folder / "models.toml", minilm=True)
@@ -76,7 +76,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestBox]:
         yield box
 
 
-@pytest.fixture(scope="session", params=["twin", "real"])
+@pytest.fixture(scope="package", params=["twin", "real"])
 def box(request: pytest.FixtureRequest) -> TestBox:
     """Both boxes in turn: what holds on one must hold on the other."""
     found: TestBox = request.getfixturevalue(request.param)

@@ -134,7 +134,15 @@ def test_an_answer_of_another_form_is_said(cut: bytes) -> None:
         client_of(answer).run(small())
 
 
-@pytest.mark.parametrize("part", ["service", "worker", "device", "valkey"])
+@pytest.mark.parametrize(
+    "part",
+    [  # tests/worker kills workers and devices
+        "service",
+        pytest.param("worker", marks=pytest.mark.slow),
+        pytest.param("device", marks=pytest.mark.slow),
+        "valkey",
+    ],
+)
 def test_a_part_killed_in_the_middle_of_the_trip_costs_no_job(real: TestBox, part: str) -> None:
     name = f"{part}-{time.time()}"
     shards = [torch.randn(2, 3) for _ in range(10)]  # a second

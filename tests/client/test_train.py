@@ -129,6 +129,7 @@ def test_a_second_client_hears_that_the_run_is_elsewhere(box: TestBox) -> None:
         run.delete()
 
 
+@pytest.mark.slow  # tests/cluster/test_runs.py and tests/worker/runs/test_recovery.py kill too
 def test_after_a_kill_the_same_bits_follow(tmp_path: Path) -> None:
     models = write_models(tmp_path / "models.toml")
     arguments = ("--port", "0", "--models", str(models), "--device", str(DEVICE))

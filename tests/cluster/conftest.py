@@ -50,7 +50,7 @@ def write_cluster_models(path: Path) -> Path:
     return path
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterBox]:
     folder = tmp_path_factory.mktemp("cluster")
     models = write_cluster_models(folder / "models.toml")

@@ -34,7 +34,7 @@ WITHIN_MS = 60_000
 expect.set_options(timeout=WITHIN_MS)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
     if CHROMIUM is None:
         pytest.skip("no chromium on PATH: `make browser` fetches Debian's as root, or install one")
@@ -94,7 +94,7 @@ def open_page(browser: Browser) -> Iterator[Open]:
     assert [visit.wrong for visit in visits if visit.wrong] == []
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The origin of a page that is no box's."""
     folder = tmp_path_factory.mktemp("elsewhere")
@@ -106,7 +106,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         server.shutdown()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def box(
     browser: Browser, elsewhere: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TestBox]:
@@ -124,7 +124,7 @@ def box(
         yield found
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def busy(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Staged]:
     """A service with a busy day behind it."""
     with staged(tmp_path_factory.mktemp("busy")) as found:

@@ -20,7 +20,7 @@ NUM_AFFINE = 16
 LEFT = ("hold", "calls", "children")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
     """A box with the models "m" (`zoo.Misbehaving`), and "m0" to "m15"."""
     with running_box(tmp_path_factory.mktemp("box")) as box:
@@ -35,7 +35,7 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
         yield box
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def living_worker(box: Box) -> Iterator[Callable[[], WorkerProcess]]:
     """Gives a worker that is idle: the same one again as long as it lives."""
     options = ["--lease-s", "600", "--cancel-grace-s", "1.5", "--checkpoint-after-s", "0"]
