@@ -55,7 +55,11 @@ def violations(page: Page) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("theme", "size"), [("light", DESK), ("dark", PHONE)], ids=["light-desk", "dark-phone"]
+    ("theme", "size"),
+    [
+        pytest.param("light", DESK, marks=pytest.mark.slow, id="light-desk"),
+        pytest.param("dark", PHONE, id="dark-phone"),
+    ],
 )
 def test_pages_are_accessible_and_fit(
     open_page: Open, busy: Staged, theme: str, size: tuple[int, int]
@@ -78,7 +82,11 @@ def test_pages_are_accessible_and_fit(
 
 
 @pytest.mark.parametrize(
-    ("theme", "size"), [("light", PHONE), ("dark", DESK)], ids=["light-phone", "dark-desk"]
+    ("theme", "size"),
+    [
+        pytest.param("light", PHONE, id="light-phone"),
+        pytest.param("dark", DESK, marks=pytest.mark.slow, id="dark-desk"),
+    ],
 )
 def test_an_owners_parts_are_accessible_and_fit(
     open_page: Open, busy: Staged, theme: str, size: tuple[int, int]

@@ -22,6 +22,7 @@ from tests.pages import pages
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the site: a link, an anchor or a name that leads nowhere is an error."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True)
@@ -39,6 +40,11 @@ def url(site: Path) -> Iterator[str]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
+
+
+def test_the_reference_is_made_of_the_sources(site: Path) -> None:
+    assert "gradbox.client.GradClient.submit" in (site / "reference" / "client.html").read_text()
+    assert "/v1/losses" in (site / "reference" / "http.html").read_text()
 
 
 def test_llms_txt_lists_every_page_with_what_it_says(site: Path) -> None:

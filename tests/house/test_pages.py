@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import re
 import runpy
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -132,15 +130,6 @@ def test_the_reference_has_every_public_name() -> None:
             if not (isinstance(value, type) and issubclass(value, Exception))
         }
         assert named - {"losses"} <= referenced(page), page  # they have a page of their own
-
-
-def test_the_site_is_built_with_every_link_checked(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    subprocess.run(command, cwd=DOCS.parent, check=True)
-    assert (
-        "gradbox.client.GradClient.submit" in (tmp_path / "reference" / "client.html").read_text()
-    )
-    assert "/v1/losses" in (tmp_path / "reference" / "http.html").read_text()
 
 
 def test_the_page_on_losses_lists_all_with_their_options() -> None:

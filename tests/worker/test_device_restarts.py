@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from gradbox.protocol import JobState
+from gradbox.protocol import JobState, ModelBuild
 from gradbox_service.database.connection import connect
 from gradbox_service.fleet import WorkerPresence
 from gradbox_worker.device import DeviceProcess, DeviceSettings
+from gradbox_worker.device.builds import KILLED_AT_MOST, Builds
 from gradbox_worker.device.entry import DeviceEntries
+from gradbox_worker.device.exits import exit_of
 from gradbox_worker.device.settings import TurnSettings
 from gradbox_worker.errors import DeviceNotStarted
 from tests.worker import zoo
@@ -29,6 +31,7 @@ def register_affine(box: Box, *, num: int) -> None:
     )
 
 
+@pytest.mark.slow  # of a device by itself, test_a_killed_start_is_tried_again asks it
 def test_a_device_killed_as_it_starts_is_started_again_by_the_same_worker(
     box: Box, worker: WorkerProcess
 ) -> None:
@@ -161,6 +164,19 @@ def test_a_builder_that_crashes_is_not_tried_again(folder: Box, device: DevicePr
     assert "SIGSEGV: a crash in native code" in device.unusable["m"]
 
 
+def test_a_model_is_left_out_when_the_process_that_builds_it_was_killed_three_times() -> None:
+    builds = Builds(timeout_s=600.0)
+    for name in ("a", "c"):
+        for times in range(1, KILLED_AT_MOST + 1):
+            builds.note(ModelBuild(model=name, since_s=time.time()))
+            left_out = builds.left_out_after(exit_of(-signal.SIGKILL))
+            assert (left_out is None) == (times < KILLED_AT_MOST)
+        assert left_out is not None
+        assert (left_out.name, left_out.usable) == (name, False)
+        assert "killed by SIGKILL" in left_out.reason
+
+
+@pytest.mark.slow  # seven starts; a crash, and the counting of kills, are asked above
 def test_a_builder_that_is_killed_again_and_again_leaves_the_others_to_be_served(
     folder: Box, device: DeviceProcess
 ) -> None:
