@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from gradbox_worker.demo import command
 
 DEMO = [sys.executable, "-m", "gradbox", "demo", "--pairs", "8", "--shard", "4"]
@@ -60,6 +62,7 @@ def test_the_demo_agrees_with_naive_code_and_cleans_up(tmp_path: Path) -> None:
     assert not processes_in(tmp_path)
 
 
+@pytest.mark.slow  # tests/client/test_up.py stops a box before it is ready, too
 def test_ctrl_c_stops_all_that_the_demo_started(tmp_path: Path) -> None:
     demo = started(tmp_path)
     give_up = time.monotonic() + 500

@@ -78,6 +78,14 @@ def worker(box: Box) -> Iterator[WorkerProcess]:
         worker.stop()
 
 
+@pytest.fixture(scope="module")
+def version(box: Box, worker: WorkerProcess) -> str:
+    """The version of the model that the worker offers."""
+    worker.wait_until_ready()
+    (found,) = box.backing.fleet.workers()
+    return found.models["m"]
+
+
 def test_a_worker_starts_as_soon_as_redis_takes_its_name(worker: WorkerProcess) -> None:
     worker.wait_until_ready()
 
@@ -108,6 +116,15 @@ def test_an_idle_worker_waits_and_takes_the_next_job(box: Box, worker: WorkerPro
     assert (record.state, record.attempt) == (JobState.DONE, 1)
 
 
+def test_jobs_that_wait_are_begun_while_redis_is_full(box: Box, worker: WorkerProcess) -> None:
+    worker.wait_until_ready()
+    jobs = [box.submit(box.spec(shards_of(1), seed=seed)) for seed in range(3)]
+    with full(box.redis_url):
+        records = [box.wait(job) for job in jobs]
+    for record in records:
+        assert (record.state, record.attempt, record.losses) == (JobState.DONE, 1, 0)
+
+
 def test_a_job_ends_and_another_is_given_back_while_redis_is_full(
     box: Box, worker: WorkerProcess
 ) -> None:
@@ -133,17 +150,13 @@ def test_a_job_ends_and_another_is_given_back_while_redis_is_full(
     assert (record.state, record.losses) == (JobState.QUEUED, 0)
 
 
-def test_jobs_that_wait_are_begun_while_redis_is_full(box: Box, worker: WorkerProcess) -> None:
+def test_a_worker_that_starts_while_redis_is_full_begins_a_job(
+    box: Box, worker: WorkerProcess, version: str
+) -> None:
     if worker.process.poll() is None:
         worker.stop()
     (box.folder / "order").unlink(missing_ok=True)
-    with running_worker(box, name="earlier"):
-        jobs = [box.submit(box.spec(shards_of(1), seed=seed)) for seed in range(3)]
-        with full(box.redis_url):
-            records = [box.wait(job) for job in jobs]
-        version = records[0].model_version
-    jobs = [box.submit(box.spec(shards_of(1)), version=version)]
+    job = box.submit(box.spec(shards_of(1)), version=version)
     with full(box.redis_url), running_worker(box, name="later"):
-        records += [box.wait(job) for job in jobs]
-    for record in records:
-        assert (record.state, record.attempt, record.losses) == (JobState.DONE, 1, 0)
+        record = box.wait(job)
+    assert (record.state, record.attempt, record.losses) == (JobState.DONE, 1, 0)
