@@ -116,11 +116,14 @@ def test_an_idle_worker_waits_and_takes_the_next_job(box: Box, worker: WorkerPro
     assert (record.state, record.attempt) == (JobState.DONE, 1)
 
 
-def test_jobs_that_wait_are_begun_while_redis_is_full(box: Box, worker: WorkerProcess) -> None:
+def test_jobs_that_wait_are_begun_while_redis_is_full(
+    box: Box, worker: WorkerProcess, version: str
+) -> None:
     worker.wait_until_ready()
     jobs = [box.submit(box.spec(shards_of(1), seed=seed)) for seed in range(3)]
     with full(box.redis_url):
         records = [box.wait(job) for job in jobs]
+    assert {record.model_version for record in records} == {version}
     for record in records:
         assert (record.state, record.attempt, record.losses) == (JobState.DONE, 1, 0)
 
