@@ -67,10 +67,14 @@ class TestBox:
 
 
 @contextmanager
-def twin_box(data: Path, *, models: Path) -> Iterator[TestBox]:
-    """Run service and worker in threads of this process."""
+def twin_box(data: Path, *, models: Path, **given: Any) -> Iterator[TestBox]:
+    """Run service and worker in threads of this process.
+
+    Args:
+        given: more settings of the service.
+    """
     redis = EmbeddedRedis.start(data / "redis", appendfsync="no")
-    settings = Settings(data=data, redis_url=redis.url)
+    settings = Settings(data=data, redis_url=redis.url, **given)
     backing = Backing.on_redis(settings)
     worker = InThreadWorker(
         models,

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from gradbox import Builtin, GradClient, Gradient, Retry
-from tests.boxes import TestBox, running_box
+from tests.boxes import TestBox, twin_box
 from tests.client import zoo
-from tests.device import DEVICE
 
 NUM_STEPS = 15
 STEP_BYTES = 2 * sum(p.numel() * 8 for p in zoo.large().parameters())  # weights, and gradients
@@ -31,9 +30,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestBox]:
     models = folder / "models.toml"
     source = json.dumps(f"{zoo.__file__}:large")
     models.write_text(f'[models.large]\nbuilder = "python"\nsource = {source}\n')
-    quota = ("--owner-quota-bytes", str(5 * STEP_BYTES))
-    arguments = ("--device", str(DEVICE), *quota)
-    with running_box(folder / "data", models=models, arguments=arguments) as box:
+    with twin_box(folder / "data", models=models, owner_quota_bytes=5 * STEP_BYTES) as box:
         yield box
 
 

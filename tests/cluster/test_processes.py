@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from gradbox_worker.cluster.ray_session import join
+from gradbox_worker.errors import DeviceNotStarted
 from tests.boxes import Up
 from tests.cluster.conftest import VARIABLE, ClusterBox, write_cluster_models
 from tests.cluster.processes import commands, having, wait_until
@@ -51,14 +53,19 @@ def test_a_cluster_on_one_machine_listens_on_loopback_alone(cluster: ClusterBox)
     assert all(address.is_loopback for address in found), found
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1"])
-def test_an_address_without_a_cluster_is_refused_at_once(tmp_path: Path, address: str) -> None:
+def test_an_address_without_a_cluster_is_refused_at_once(tmp_path: Path) -> None:
     models = write_cluster_models(tmp_path / "models.toml")
     arguments = ["--models", str(models), "--port", "0", "--device", "cpu"]
-    code, said = Up(tmp_path / "data", *arguments, "--cluster", address).finish()
+    code, said = Up(tmp_path / "data", *arguments, "--cluster", "127.0.0.1:1").finish()
     assert code == 2
     assert "expected" in said.splitlines()[-1]
-    assert address in said.splitlines()[-1]
+    assert "127.0.0.1:1" in said.splitlines()[-1]
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "127.0.0.1"])
+def test_what_is_no_address_of_a_cluster_is_refused(address: str) -> None:
+    with pytest.raises(DeviceNotStarted, match=f"expected .*{address}"):
+        join(address)
 
 
 def test_workers_of_a_box_on_a_cluster_are_refused_by_name(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def test_a_file_with_a_mistake_leaves_the_models_as_they_are(
 
 
 @pytest.fixture(scope="module")
-def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
+def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Box, WorkerProcess]]:
     """A box whose only worker begins with a model that hangs, and gives it three seconds."""
     with running_box(tmp_path_factory.mktemp("impatient")) as box:
         write_models(box, "hangs", "affine")
@@ -159,7 +159,7 @@ def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
         while not box.backing.fleet.workers():
             assert worker.process.poll() is None
             time.sleep(0.05)
-        yield box
+        yield box, worker
         worker.stop()
 
 
@@ -167,31 +167,38 @@ def builds_what_hangs(found: WorkerPresence) -> bool:
     return found.building is not None and found.building.model == "hangs"
 
 
-def test_a_builder_that_hangs_is_named_and_then_left_out(impatient: Box) -> None:
-    found = wait_for(impatient, builds_what_hangs)
+def test_a_builder_that_hangs_is_named_and_then_left_out(
+    impatient: tuple[Box, WorkerProcess],
+) -> None:
+    box, worker = impatient
+    found = wait_for(box, builds_what_hangs)
+    assert "building and trying the model 'hangs'" in worker.log.read_text()
     assert found.building is not None
     assert (found.state, found.models) == ("starting", {})
     assert abs(time.time() - found.building.since_s) < 60
     assert said_builds([found]).startswith("builds the model 'hangs' for ")
-    found = wait_for(impatient, lambda worker: worker.state == "idle")
+    found = wait_for(box, lambda worker: worker.state == "idle")
     assert list(found.models) == ["slow", "affine"]
     assert "models.hangs: expected it to be built and tried within 3 s" in found.unusable["hangs"]
     assert found.building is None
 
 
-def test_the_models_of_before_serve_while_one_of_a_new_file_hangs(impatient: Box) -> None:
-    before = wait_for(impatient, lambda worker: worker.state == "idle")
-    write_models(impatient, "hangs", "tied", "affine", scale=2.0)
-    asked = impatient.backing.fleet.ask_for_reload()
-    found = wait_for(impatient, builds_what_hangs)
+def test_the_models_of_before_serve_while_one_of_a_new_file_hangs(
+    impatient: tuple[Box, WorkerProcess],
+) -> None:
+    box, _ = impatient
+    before = wait_for(box, lambda worker: worker.state == "idle")
+    write_models(box, "hangs", "tied", "affine", scale=2.0)
+    asked = box.backing.fleet.ask_for_reload()
+    found = wait_for(box, builds_what_hangs)
     assert (found.state, found.models) == ("idle", before.models)
-    job = impatient.submit(impatient.spec(shards_of(1), model="affine"))
-    record = impatient.wait(job, timeout_s=5)
+    job = box.submit(box.spec(shards_of(1), model="affine"))
+    record = box.wait(job, timeout_s=5)
     assert record.state is JobState.DONE, record.error
-    assert presence(impatient).reloads < asked
-    after = wait_for(impatient, lambda found: found.reloads == asked and found.state == "idle")
+    assert presence(box).reloads < asked
+    after = wait_for(box, lambda found: found.reloads == asked and found.state == "idle")
     assert list(after.models) == ["slow", "tied", "affine"]
     assert "within 3 s" in after.unusable["hangs"]
     assert after.models["slow"] != before.models["slow"]
-    record = impatient.wait(impatient.submit(impatient.spec(shards_of(1), model="tied")))
+    record = box.wait(box.submit(box.spec(shards_of(1), model="tied")))
     assert record.state is JobState.DONE, record.error

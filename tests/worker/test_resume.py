@@ -242,7 +242,7 @@ SLOW = pytest.mark.slow
         ("gradient", "device"),
         pytest.param("gradient", "worker", marks=SLOW),
         pytest.param("gradient in fp16", "device", marks=SLOW),
-        ("dense rows", "device"),
+        pytest.param("dense rows", "device", marks=SLOW),  # those of a store are dense, too
         pytest.param("dense rows", "worker", marks=SLOW),
         ("rows of a store", "device"),
         pytest.param("dense jacobian", "device", marks=SLOW),

@@ -119,7 +119,11 @@ def test_a_second_worker_of_the_same_name_is_refused(box: Box, worker: WorkerPro
     ("text", "says"),
     [
         ("[models.m]\nbuilder = 'hf'", "models.m.source: expected a non-empty string"),
-        ("[models.m]\nbuilder = 'python'\nsource = 'none.py:f'", "expected a Python file"),
+        pytest.param(  # tests/client/test_up.py has a file like it
+            "[models.m]\nbuilder = 'python'\nsource = 'none.py:f'",
+            "expected a Python file",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_worker_whose_models_cannot_be_built_says_why(
@@ -133,25 +137,6 @@ def test_a_worker_whose_models_cannot_be_built_says_why(
     last = worker.log.read_text().splitlines()[-1]
     assert last.startswith("gradbox worker: ")
     assert says in last
-
-
-def test_the_log_of_a_worker_names_the_model_that_its_start_waits_for(
-    box: Box, tmp_path: Path
-) -> None:
-    (tmp_path / "lasts.py").write_text("import time\ndef make():\n    time.sleep(300)\n")
-    elsewhere = Box(box.folder, box.backing, redis_url=box.redis_url)
-    elsewhere.models_file = tmp_path / "models.toml"
-    elsewhere.models_file.write_text(
-        "[models.endless]\nbuilder = 'python'\nsource = 'lasts.py:make'"
-    )
-    worker = WorkerProcess(elsewhere, name="w4")
-    try:
-        give_up = time.monotonic() + 120
-        while "building and trying the model 'endless'" not in worker.log.read_text():
-            assert time.monotonic() < give_up
-            time.sleep(0.05)
-    finally:
-        worker.stop()
 
 
 def test_a_worker_without_its_redis_says_so(box: Box, tmp_path: Path) -> None:
