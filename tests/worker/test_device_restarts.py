@@ -49,7 +49,7 @@ def test_a_device_killed_as_it_starts_is_started_again_by_the_same_worker(
     ("order", "left"),
     [
         ("leave_files_open", JobState.DONE),
-        ("lower_the_limit_of_open_files", JobState.FAILED),
+        pytest.param("lower_the_limit_of_open_files", JobState.FAILED, marks=pytest.mark.slow),
     ],
 )
 def test_another_device_runs_the_job_behind_one_that_left_too_few_files(

@@ -166,6 +166,7 @@ def test_a_job_cancelled_while_its_turn_waits_is_not_run(box: Box, worker: Worke
     assert (box.record(second).state, box.record(second).attempt) == (JobState.CANCELLED, 0)
 
 
+@pytest.mark.slow  # it is killed as one that was cancelled is
 def test_a_time_limit_ends_code_that_resists_it(box: Box, worker: WorkerProcess) -> None:
     box.order("swallow")
     record = box.wait(box.submit(box.spec(shards_of(2), timeout_s=0.5)))
