@@ -36,7 +36,7 @@ demo: $(STAMP)
 # More processes than CI has cores: most tests wait for a box or a worker. tests/scheduling.py says
 # which tests keep together.
 test: $(STAMP) browser
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=50
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations=50
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
@@ -47,9 +47,9 @@ test-oldest:
 	$(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --quiet uv
 	.venv-oldest/bin/uv pip install --quiet --python .venv-oldest/bin/python --resolution lowest-direct -e '.[dev]'
-	.venv-oldest/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	.venv-oldest/bin/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 	.venv-oldest/bin/uv pip install --quiet --python .venv-oldest/bin/python --no-deps pydantic==2.12.0 pydantic-core==2.41.1
-	.venv-oldest/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder tests/client
+	.venv-oldest/bin/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder tests/client
 
 chaos: $(STAMP)
 	$(BIN)/python -m proofs.chaos --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
