@@ -89,7 +89,7 @@ def test_what_is_neither_text_nor_image_is_refused(sample: Any) -> None:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="expected chromium on the PATH")
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", [pytest.param("light", marks=pytest.mark.slow), "dark"])
 def test_a_browser_shows_the_page_of_a_file(tmp_path: Path, scheme: Any) -> None:
     from playwright.sync_api import sync_playwright
 

@@ -187,6 +187,7 @@ def test_a_notebook_shows_widgets_tables_and_pictures(
         assert len(lines) <= 12
 
 
+@pytest.mark.slow  # its text is that of a terminal
 def test_a_notebook_without_widgets_shows_text(
     real: TestBox, monkeypatch: pytest.MonkeyPatch
 ) -> None:

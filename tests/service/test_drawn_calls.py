@@ -19,7 +19,9 @@ from tests.service.drawn_calls import USERS, Asked, draw
 NUM_CALLS = 200
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))]
+)
 def test_a_box_stays_whole_whatever_it_is_asked(
     redis_settings: Settings, connection: redis.Redis, seed: int
 ) -> None:

@@ -45,7 +45,7 @@ def stop_worker(worker: WorkerProcess) -> None:
 @pytest.mark.parametrize(
     "how",
     [
-        kill_device,
+        pytest.param(kill_device, marks=pytest.mark.slow),
         pytest.param(kill_worker, marks=pytest.mark.slow),
         kill_worker_and_device,
         pytest.param(kill_device_and_worker, marks=pytest.mark.slow),

@@ -31,7 +31,8 @@ from tests.engine.drawn_models import NUM_OUTPUTS, WIDTH, DrawnModel, samples
 from tests.engine.interrupted import Killed
 from tests.mixed_cases import cubic, penalty
 
-NUM_DRAWS: Final = 24
+NUM_DRAWS: Final = 12
+NUM_MORE: Final = 12  # in the slow suite
 Run = Callable[[Observer, Checkpoints | None], Mapping[str, Any]]
 
 
@@ -223,7 +224,16 @@ def same(found: Any, expected: Any) -> bool:
 
 
 @on_cpu_alone
-@pytest.mark.parametrize("seed", range(NUM_DRAWS))
+@pytest.mark.parametrize(
+    "seed",
+    [
+        *range(NUM_DRAWS),
+        *(
+            pytest.param(seed, marks=pytest.mark.slow)
+            for seed in range(NUM_DRAWS, NUM_DRAWS + NUM_MORE)
+        ),
+    ],
+)
 @pytest.mark.parametrize("kind", JOBS)
 def test_a_job_that_goes_on_from_its_file_says_the_same(
     tmp_path: Path, kind: str, seed: int

@@ -153,6 +153,7 @@ def test_a_job_ends_and_another_is_given_back_while_redis_is_full(
     assert (record.state, record.losses) == (JobState.QUEUED, 0)
 
 
+@pytest.mark.slow  # others start while Redis refuses all, and begin jobs while it is full
 def test_a_worker_that_starts_while_redis_is_full_begins_a_job(
     box: Box, worker: WorkerProcess, version: str
 ) -> None:

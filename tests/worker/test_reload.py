@@ -85,6 +85,7 @@ def test_models_that_cannot_be_built_do_not_keep_the_rest_from_being_served(
     assert record.state is JobState.DONE, record.error
 
 
+@pytest.mark.slow  # tests/worker/test_device_restarts.py asks what a new device loads
 def test_a_device_that_died_comes_back_without_building_what_is_known(
     box: Box, worker: WorkerProcess
 ) -> None:

@@ -75,6 +75,7 @@ def test_a_device_does_not_outlive_its_worker(box: Box, worker: WorkerProcess) -
         time.sleep(0.02)
 
 
+@pytest.mark.slow  # tests/service/test_dispatch.py has the rule
 def test_another_worker_takes_the_job_when_the_lease_has_run_out(tmp_path: Path) -> None:
     with ExitStack() as stack:
         box = stack.enter_context(running_box(tmp_path))

@@ -46,6 +46,7 @@ def test_the_model_stays_loaded_between_jobs(box: Box, worker: WorkerProcess) ->
     assert worker.device_log.count("loaded m (") == loads
 
 
+@pytest.mark.slow  # tests/worker/test_resume.py kills one, too
 def test_a_device_process_killed_in_the_middle_runs_the_job_again(
     box: Box, worker: WorkerProcess
 ) -> None:
@@ -76,6 +77,7 @@ def test_what_a_device_prints_is_in_its_log(box: Box, worker: WorkerProcess) -> 
     assert "loaded m" not in worker.log.read_text()
 
 
+@pytest.mark.slow  # tests/worker/test_turn.py has the rule
 def test_a_model_that_always_crashes_ends_with_the_reason(box: Box, worker: WorkerProcess) -> None:
     box.order("crash")
     record = box.wait(box.submit(box.spec(shards_of(2))))

@@ -83,7 +83,12 @@ def test_transformers_in_both_modes(build: Callable[[], Any], mode: Any) -> None
 
 
 @pytest.mark.parametrize(
-    "build", [deep_mlp, lambda: small_mlp(4), resnet], ids=["50 layers", "784-20-10", "resnet"]
+    "build",
+    [
+        pytest.param(deep_mlp, marks=pytest.mark.slow, id="50 layers"),
+        pytest.param(lambda: small_mlp(4), id="784-20-10"),
+        pytest.param(resnet, id="resnet"),
+    ],
 )
 def test_jacobians_of_the_benchmarks_models(build: Callable[[], Any]) -> None:
     work = build()
