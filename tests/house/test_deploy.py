@@ -93,7 +93,7 @@ def test_the_slurm_script_runs_a_program_against_its_box(tmp_path: Path, script:
     )
     assert done.returncode == 7, done.stderr
     if script == SLURM_CLUSTER:
-        assert "the cluster has 2 device(s)" in done.stderr
+        assert "the cluster has 2 device(s)" in done.stderr, done.stderr
     assert not list(tmp_path.glob("gradbox-*"))
 
 

@@ -164,7 +164,7 @@ class ClusterDevices:
         self.look()
         while self._is_starting() and time.monotonic() < self._late_s and not stopping.wait(0.05):
             self._go_on_starting()
-            self.announce()
+            self.announce(taking_turns=False)
         ready = [slot for slot in self._slots.values() if slot.state == "idle"]
         if not ready and not stopping.is_set():
             problems = [*self._without.values(), *self._problems]
@@ -190,12 +190,16 @@ class ClusterDevices:
                 self.lost(slot)
         self._go_on_starting()
 
-    def announce(self) -> None:
-        """Say of every device that it is there; what Redis refuses is said with the next call."""
+    def announce(self, *, taking_turns: bool = True) -> None:
+        """Say of every device that it is there; what Redis refuses is said with the next call.
+
+        Args:
+            taking_turns: whether jobs are run; until then no device is ready for any.
+        """
         for slot in self._slots.values():
             if slot.state != "refused":
                 state: Literal["starting", "idle"] = (
-                    "starting" if slot.state == "starting" else "idle"
+                    "idle" if taking_turns and slot.state != "starting" else "starting"
                 )
                 slot.announcer.announce(state, memory=slot.memory)
 
