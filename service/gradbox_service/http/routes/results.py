@@ -28,8 +28,9 @@ from gradbox_service.settings import MIB
 
 router = Router(prefix="/v1/jobs", tags=["jobs"])
 
-# Reading a piece takes a thread: of 64 KiB each a download would take twice as long.
-PIECE_BYTES: Final = MIB
+# Reading a piece takes a thread: of 64 KiB each a download would take twice as long. Of a MiB each,
+# a user's downloads that nobody reads would hold 200 MB.
+PIECE_BYTES: Final = MIB // 4
 # As many digits as `int` reads, and more than any file has.
 _RANGE = re.compile(r"\s*(?:([0-9]{1,1000})\s*-\s*([0-9]{0,1000})|-\s*([0-9]{1,1000}))\s*")
 
