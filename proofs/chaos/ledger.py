@@ -43,6 +43,8 @@ class Ledger:
     refusals: Counter[int] = field(default_factory=Counter)
     # What the box refused because its disk was full, while it was.
     num_refused_for_storage: int = 0
+    # When the disk was full last, in seconds since 1970. Then results go that users have fetched.
+    filled_s: float = 0.0
     _storage_full: threading.Event = field(default_factory=threading.Event)
     _storage_full_until: float = 0.0
 
@@ -54,6 +56,7 @@ class Ledger:
             yield
         finally:
             self._storage_full_until = time.monotonic() + 15.0
+            self.filled_s = time.time()
             self._storage_full.clear()
 
     @property
