@@ -265,10 +265,10 @@ class GradStore:
     ) -> GradResult:
         view = self._view
         job = StoreJob(model=view.model, inputs=inputs, loss=loss, store=view, spec=spec, **given)
-        posted = self._client.post(job, progress=progress)
         if spec is StoreQuerySpec:
-            return posted.result(progress=progress)
-        return posted.open(progress=progress)  # the store keeps what it was made of
+            return self._client.run(job, progress=progress)
+        # What a store keeps is not fetched.
+        return self._client.post(job, progress=progress).open(progress=progress)
 
     def _path(self, below: str = "") -> str:
         return f"/v1/stores/{self.id}{below}"

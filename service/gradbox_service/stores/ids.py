@@ -37,7 +37,8 @@ def ids_of(numbers: Any, ends: Any = None) -> Ids:
     if ends is None:
         if numbers.dtype != np.int64 or numbers.ndim != 1:
             raise InvalidInputs(f"ids: expected int64 (B,), got {_described(numbers)}")
-        return list(numbers.tolist())
+        whole_numbers: list[int] = numbers.tolist()
+        return whole_numbers
     if numbers.dtype != np.uint8 or numbers.ndim != 1 or ends.dtype != np.int64 or ends.ndim != 1:
         raise InvalidInputs(
             f"ids: expected uint8 (N,) and ends int64 (B,), got {_described(numbers)} and "

@@ -30,7 +30,7 @@ Not optimal: a shard's graph is freed as a whole, so the peak is one graph and n
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -50,6 +50,7 @@ from gradbox_engine.model.prepared import Prepared
 from gradbox_engine.replay.gradient_sums import GradientSums
 from gradbox_engine.replay.shard_record import ShardRecord
 from gradbox_engine.requests import Observer
+from gradbox_factors.term import all_finite
 
 LARGEST = 2.0**8
 STEP = 2.0**-6
@@ -141,7 +142,7 @@ def replay(
         after_shard=after_shard,
     )
     entries = [tensor for part in cotangents.values() for tensor in part.values()]
-    if not prepared.in_float16 or not _finite(entries):
+    if not prepared.in_float16 or not all(map(all_finite, entries)):
         return once(progress)
     first = fp16_scale(entries, largest=LARGEST)
     if resumed is None:
@@ -149,17 +150,13 @@ def replay(
     for _ in range(MOST_STEPS + 1):
         replayed = once(progress)
         inputs = [g for named in replayed.input_grads.values() for g in named.values()]
-        if sums.finite() and _finite(g for g in inputs if g is not None):
+        if sums.finite() and all(all_finite(g) for g in inputs if g is not None):
             return replayed
         sums.clear()
         sums.scale *= STEP
         progress = None
     sums.scale = first
     return once(None)
-
-
-def _finite(tensors: Iterable[Tensor]) -> bool:
-    return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
 def _replay_once(
